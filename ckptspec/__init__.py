@@ -1,0 +1,68 @@
+"""ckptspec: sharded training checkpoints by an open standard; the names here are the public ones, loaded when used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckptspec.engine.locate import latest as latest
+    from ckptspec.engine.read import read as read
+    from ckptspec.engine.verify import validate as validate
+    from ckptspec.errors import CkptspecError as CkptspecError
+    from ckptspec.errors import CommitUncertainError as CommitUncertainError
+    from ckptspec.errors import FormatError as FormatError
+    from ckptspec.errors import IntegrityError as IntegrityError
+    from ckptspec.errors import ManifestError as ManifestError
+    from ckptspec.errors import NotCommittedError as NotCommittedError
+    from ckptspec.errors import PlanError as PlanError
+    from ckptspec.errors import SaveError as SaveError
+    from ckptspec.errors import ShardError as ShardError
+    from ckptspec.errors import StateError as StateError
+    from ckptspec.errors import UnsupportedVersionError as UnsupportedVersionError
+    from ckptspec.errors import ValidationFailed as ValidationFailed
+    from ckptspec.format.manifest import SPEC_VERSION as SPEC_VERSION
+    from ckptspec.format.manifest import Manifest as Manifest
+    from ckptspec.format.report import Finding as Finding
+    from ckptspec.format.report import Report as Report
+    from ckptspec.format.target import Target as Target
+    from ckptspec.pytorch.api import load as load
+    from ckptspec.pytorch.api import save as save
+    from ckptspec.pytorch.load import LoadResult as LoadResult
+    from ckptspec.pytorch.wrappers import FlatShard as FlatShard
+    from ckptspec.pytorch.wrappers import Local as Local
+
+_ERRORS = (
+    "CkptspecError CommitUncertainError FormatError IntegrityError ManifestError NotCommittedError PlanError SaveError "
+    "ShardError StateError UnsupportedVersionError ValidationFailed"
+)
+_HOMES = {
+    "engine.locate": "latest",
+    "engine.read": "read",
+    "engine.verify": "validate",
+    "errors": _ERRORS,
+    "format.manifest": "SPEC_VERSION Manifest",
+    "format.report": "Finding Report",
+    "format.target": "Target",
+    "pytorch.api": "load save",
+    "pytorch.load": "LoadResult",
+    "pytorch.wrappers": "FlatShard Local",
+}
+_HOME = {name: f"ckptspec.{module}" for module, names in _HOMES.items() for name in names.split()}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'ckptspec' has no attribute {name!r}")
+    try:
+        return getattr(import_module(_HOME[name]), name)
+    except ModuleNotFoundError as e:
+        if e.name == "torch":
+            raise ImportError(f"ckptspec.{name} needs torch: pip install 'ckptspec[torch]'") from e
+        raise
+
+
+def __dir__() -> list[str]:
+    return __all__

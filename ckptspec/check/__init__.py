@@ -1,0 +1,1 @@
+"""Pure rules: documents in, findings out."""

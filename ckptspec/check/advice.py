@@ -1,0 +1,156 @@
+"""Owns what to do next: from findings and what else the run holds, ranked advice and one decision; runs nothing.
+
+No text from inside a checkpoint enters a command: argv holds paths the caller gave, integers and fixed words only.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ckptspec.format import schemas
+from ckptspec.format.report import Advice, Cost, Finding
+
+PUT_BACK = frozenset(
+    "S-MISSING S-NBYTES S-FILE S-SAVE S-TRAILER S-INDEX S-HEADER S-STATE S-FRAME B-DIGEST B-READ "
+    "L-SIZE L-UTF8 L-JSON L-TAIL L-DIGEST C-MANIFEST".split()
+)
+ON_TARGET = ("R-WORLD", "R-LAYOUT", "R-NAME", "R-DTYPE", "R-SHAPE", "R-TARGET")
+
+
+@dataclass(frozen=True)
+class OtherStep:
+    """Another checkpoint of the run: its step, its path as the caller would write it, and how much work is in it."""
+
+    step: int
+    path: str
+    nbytes: int = 0
+    wall_clock_seconds: int | None = None
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What advice needs beside the findings; `good` are the run's other good checkpoints, newest first.
+
+    `path` and `run` are as the caller wrote them; `world_size`, `step` and `wall_clock_seconds` are the checkpoint's.
+    """
+
+    path: str
+    run: str | None = None
+    world_size: int | None = None
+    step: int | None = None
+    wall_clock_seconds: int | None = None
+    good: tuple[OtherStep, ...] = ()
+    level: str = "shards"
+
+
+def restore(s: Situation, code: str) -> Advice:
+    """Return the advice to put the named files back from a copy, which loses nothing."""
+    argv = ("ckptspec", "validate", s.path, "--level", "bytes")
+    text = "put the files named above back from a copy or a mirror, then check every byte"
+    return Advice("restore", code, text, argv=argv)
+
+
+def cut_tail(s: Situation, finding: Finding) -> Advice:
+    """Return the advice to cut what was appended to a shard whose own bytes are all there."""
+    size = int((finding.expected or "0").split()[0])
+    text = f"the shard is whole, something was appended to it: cut {finding.where.file} back to {size} bytes"
+    argv = ("ckptspec", "validate", s.path, "--level", "bytes")
+    return Advice("cut", finding.code, text, {"nbytes": size}, argv)
+
+
+def same_world(s: Situation) -> Advice:
+    """Return the advice to resume on the world size that was saved."""
+    n = s.world_size or 1
+    text = f"resume on {n} ranks, as saved: torchrun --nproc-per-node {n} (or --nnodes times --nproc-per-node = {n})"
+    return Advice("same-world", "R-WORLD", text, {"world_size": n})
+
+
+def fall_back(s: Situation, code: str) -> Advice | None:
+    """Return the advice to resume from the newest good checkpoint before this one, with what that costs."""
+    older = [o for o in s.good if s.step is None or o.step < s.step]
+    if not older:
+        return None
+    best = max(older, key=lambda o: o.step)
+    steps = 0 if s.step is None else s.step - best.step
+    seconds = None
+    if s.wall_clock_seconds is not None and best.wall_clock_seconds is not None:
+        seconds = max(0, s.wall_clock_seconds - best.wall_clock_seconds)
+    time = "" if seconds is None else f", {seconds:,} seconds of work"
+    loses = f"{steps:,} steps{time}" if steps else "what was trained since step " + str(best.step)
+    cost = Cost(bytes_read=best.nbytes, steps_lost=steps, seconds_lost=seconds)
+    argv = ("ckptspec", "validate", best.path, "--level", "bytes")
+    text = f"fall back to step {best.step}, the newest older good checkpoint of this run: {shlex.quote(best.path)}"
+    return Advice("fallback", code, text, {"step": best.step}, argv, loses, cost)
+
+
+def by_rule(s: Situation, code: str) -> Advice:
+    """Return what rules.json advises for a rule, the caller's paths filled in."""
+    template = schemas.rules()[code].advice if code in schemas.rules() else "report this: no rule has this code"
+    path = shlex.quote(s.path)
+    text = template.replace("{path}", path).replace("{run}", shlex.quote(s.run) if s.run else "RUN")
+    return Advice("rule-" + code.lower(), code, text)
+
+
+def _appended(finding: Finding) -> bool:
+    return finding.code == "S-NBYTES" and "appended" in finding.message
+
+
+def _for(finding: Finding, s: Situation) -> Iterator[Advice]:
+    """Yield the advice for one finding."""
+    if finding.code == "R-WORLD":
+        yield same_world(s)
+    elif _appended(finding):
+        yield cut_tail(s, finding)
+    elif finding.code in PUT_BACK:
+        yield restore(s, finding.code)
+    else:
+        yield by_rule(s, finding.code)
+    if finding.severity == "error" and finding.code not in ON_TARGET:
+        fallback = fall_back(s, finding.code)
+        if fallback is not None:
+            yield fallback
+
+
+def _rank(advice: Advice) -> tuple[int, int]:
+    """Return the order of advice: what loses least comes first, a command before general words."""
+    return advice.cost.steps_lost, 1 if advice.id.startswith("rule-") else 0
+
+
+def decide(findings: Iterable[Finding], advice: Sequence[Advice]) -> str:
+    """Return load, repair, fallback or stop: what a launcher should do without asking anybody."""
+    errors = [f for f in findings if f.severity == "error"]
+    if not errors:
+        return "load"
+    if all(f.code in ON_TARGET for f in errors):
+        return "stop"
+    if all(_appended(f) for f in errors):
+        return "repair"
+    return "fallback" if any(a.id == "fallback" for a in advice) else "stop"
+
+
+@dataclass(frozen=True)
+class Counsel:
+    """Findings that name their advice, the advice itself, least loss first, and the decision."""
+
+    findings: tuple[Finding, ...]
+    advice: tuple[Advice, ...]
+    decision: str
+
+
+def advise(findings: Sequence[Finding], situation: Situation) -> Counsel:
+    """Return the advice for all findings of one report; each advice is there once, however many findings name it."""
+    known: dict[str, Advice] = {}
+    named: list[Finding] = []
+    for finding in findings:
+        ids = []
+        if finding.severity != "info":
+            for advice in _for(finding, situation):
+                if advice.id == "cut" and advice.id in known and known[advice.id] != advice:
+                    advice = replace(advice, id=f"cut-{finding.where.rank}")
+                known.setdefault(advice.id, advice)
+                ids.append(advice.id)
+        named.append(finding.advised(*ids))
+    ranked = tuple(sorted(known.values(), key=_rank))
+    return Counsel(tuple(named), ranked, decide(findings, ranked))

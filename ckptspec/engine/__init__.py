@@ -1,0 +1,1 @@
+"""Movement: writing, committing, agreeing, reading, verifying."""

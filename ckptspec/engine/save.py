@@ -1,0 +1,276 @@
+"""Owns one save from snapshot to commit: who declares, writes, hands in and decides, in which order."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from typing import Any
+
+import msgpack
+
+from ckptspec.engine import commit, replicas
+from ckptspec.engine.channel import Attempt, Channel
+from ckptspec.engine.pool import Pool
+from ckptspec.engine.snapshot import Placed, Snapshot
+from ckptspec.engine.writer import Written, plan_shard, write_shard
+from ckptspec.errors import CkptspecError, CommitUncertainError, SaveError, Where
+from ckptspec.format import declaration, manifest, shard
+from ckptspec.format.declaration import Declaration
+from ckptspec.format.manifest import Manifest, ShardEntry
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the caller asks of a save; the same on every rank."""
+
+    step: int
+    run_id: str | None = None
+    parent: Mapping[str, Any] | None = None
+    copies: int = 1
+    block: str = "xxh3-128"
+    block_size: int = 1 << 20
+    on_existing: str = "refuse"
+    wall_clock_seconds: int | None = None
+    producer: Mapping[str, str] = field(default_factory=dict)
+    annotations: Mapping[str, Any] = field(default_factory=dict)
+    known_save: str | None = None  # the save id this process last restored or committed in the run, of this step
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What the coordinator decides once for all ranks."""
+
+    save_id: str
+    step: int
+    staging: str
+    mode: str
+    skip: str | None = None
+
+
+def _pack(value: Any) -> bytes:
+    return bytes(msgpack.packb(value))
+
+
+def save(run: str, take: Callable[[], Snapshot], request: Request, channel: Channel, pool: Pool) -> Manifest:
+    """Write and commit one checkpoint, every rank calling this; returns the manifest once it is durable.
+
+    `take` gives this rank's snapshot; a state that cannot be saved fails the attempt on every rank.
+
+    Raises SaveError on every rank, naming the rank that failed; CommitUncertainError where nobody saw the outcome.
+    """
+    attempt = channel.attempt(kind="save")
+    job = _Save(run, take, request, channel, pool, attempt)
+    try:
+        return job.run_to_commit()
+    except CommitUncertainError:
+        raise
+    except (CkptspecError, OSError, MemoryError) as e:
+        agreed = attempt.fail(e)
+        job.abandon()
+        raise agreed from (None if agreed is e else e)
+    except BaseException as e:
+        attempt.fail(e)
+        job.abandon()
+        raise
+
+
+Merged = tuple[Declaration, int]  # what is declared together, and in how many distinct ways
+
+
+class _Save:
+    """One rank's part in one save."""
+
+    def __init__(
+        self, run: str, take: Callable[[], Snapshot], request: Request, channel: Channel, pool: Pool, attempt: Attempt
+    ) -> None:
+        self.run = run
+        self.take = take
+        self.request = request
+        self.rank, self.world = channel.rank, channel.world_size
+        self.pool = pool
+        self.attempt = attempt
+        self.staging: commit.Staging | None = None
+
+    def run_to_commit(self) -> Manifest:
+        self.snapshot = self.take()
+        opening = self._open()
+        if opening.skip is not None:
+            return self._skip(opening)
+        declared = self._declare(opening)
+        name = commit.shard_name(opening.mode, self.rank, opening.save_id)
+        placed = Placed(self.snapshot, declared, self.rank, self.request.copies)
+        header = shard.Header(
+            opening.save_id, opening.step, self.rank, self.world, self.request.block, self.request.block_size
+        )
+        plan = plan_shard(header, list(placed.stored()), self.snapshot.state)
+        checks = replicas.Checks(self.snapshot, list(placed.replicas()) if self.world > 1 else [])
+        path = os.path.join(self.run, opening.staging, name)
+        written = write_shard(path, plan, self.pool, self.attempt.progress, checks.tasks())
+        commit.sync_staging(os.path.join(self.run, opening.staging))
+        self.attempt.post("hand-in", _pack([name, *vars(written).values(), checks.digests()]))
+        if self.rank != 0:
+            self._detail(checks, self.attempt.await_("checked"))
+            return manifest.parse(self.attempt.outcome())
+        return self._commit(opening, declared, checks)
+
+    # ---- opening -----------------------------------------------------------------------------------------------------
+
+    def _open(self) -> Opening:
+        if self.rank == 0:
+            opening = self._prepare()
+            self.attempt.announce("open", _pack(list(vars(opening).values())))
+            return opening
+        return Opening(*msgpack.unpackb(self.attempt.await_("open")))
+
+    def _prepare(self) -> Opening:
+        r = self.request
+        existing = commit.existing(self.run, r.step)
+        if existing is not None and r.known_save is not None and existing.save_id == r.known_save:
+            return Opening(existing.save_id, r.step, "", "", existing.path)
+        if existing is not None and r.on_existing != "supersede":
+            raise SaveError(
+                f"step {r.step} is already saved",
+                rank=0,
+                rule="P-EXISTING",
+                where=Where(existing.path),
+                found=f"save {existing.save_id}",
+                advice='save another step, or pass on_existing="supersede"',
+            )
+        save_id = secrets.token_hex(16)
+        self.staging = commit.prepare(self.run, r.step, save_id)
+        return Opening(save_id, r.step, os.path.basename(self.staging.path), self.staging.mode)
+
+    def _skip(self, opening: Opening) -> Manifest:
+        assert opening.skip is not None
+        data = commit.read_manifest(os.path.join(self.run, os.path.basename(opening.skip)))
+        self.attempt.post("hand-in", b"")
+        if self.rank == 0:
+            self.attempt.collect("hand-in")
+            self.attempt.done(b"")
+        else:
+            self.attempt.outcome()
+        return manifest.parse(data)
+
+    # ---- declaring ---------------------------------------------------------------------------------------------------
+
+    def _declare(self, opening: Opening) -> Declaration:
+        """Return what all ranks declare together; every rank's step and folder are compared on the way [P-DECLARE]."""
+        own = self.snapshot.declaration
+        if self.world == 1:
+            return own
+        self._see_staging(opening)
+        body = declaration.encode(own)
+        digest = declaration.digest(body)
+        self.attempt.body(digest, body)
+        r = self.request
+        self.attempt.post("declare", _pack([digest, r.step, r.copies, r.block, r.block_size]))
+        if self.rank == 0:
+            merged, distinct = self._merge(digest)
+            encoded = declaration.encode(merged) if distinct > 1 else b""
+            self.attempt.announce("declared", encoded)
+            return merged
+        encoded = self.attempt.await_("declared")
+        return declaration.decode(encoded) if encoded else own
+
+    def _see_staging(self, opening: Opening) -> None:
+        path = os.path.join(self.run, opening.staging)
+        deadline = time.monotonic() + 10  # a network file system may show a new folder late
+        while not os.path.isdir(path):
+            if time.monotonic() > deadline:
+                raise SaveError(
+                    "this rank does not see the staging folder that rank 0 made",
+                    rank=self.rank,
+                    rule="P-FOLDER",
+                    where=Where(path, rank=self.rank),
+                    advice="give every rank the same run folder on a shared file system",
+                )
+            time.sleep(0.05)
+
+    def _merge(self, digest: str) -> Merged:
+        groups: dict[str, list[int]] = {}
+        r = self.request
+        ours = [r.step, r.copies, r.block, r.block_size]
+        for rank, payload in enumerate(self.attempt.collect("declare")):
+            theirs, *rest = msgpack.unpackb(payload)
+            if rest != ours:
+                raise SaveError(
+                    "ranks ask for different saves",
+                    rank=rank,
+                    rule="P-DECLARE",
+                    where=Where(rank=rank),
+                    expected=f"step, copies, digest, block size {ours} as rank 0",
+                    found=str(rest),
+                )
+            groups.setdefault(theirs, []).append(rank)
+        others = self.attempt.bodies([d for d in groups if d != digest])
+        parts = [
+            (self.snapshot.declaration if d == digest else declaration.decode(others[d]), ranks)
+            for d, ranks in groups.items()
+        ]
+        merged = declaration.merge(parts)
+        declaration.check_holders(merged, parts)
+        return merged, len(groups)
+
+    # ---- committing --------------------------------------------------------------------------------------------------
+
+    def _detail(self, checks: replicas.Checks, request: bytes) -> None:
+        if request:
+            self.attempt.post("detail", _pack(checks.detail(msgpack.unpackb(request))))
+
+    def _check_replicas(self, hand_ins: list[list[Any]], checks: replicas.Checks) -> None:
+        """Compare what replicas hold; where they disagree a second round names tensor and ranks [P-REPLICA]."""
+        doubtful = replicas.disagreeing([h[-1] for h in hand_ins])
+        self.attempt.announce("checked", _pack(doubtful) if doubtful else b"")
+        if doubtful:
+            self._detail(checks, _pack(doubtful))
+            details = [msgpack.unpackb(d) for d in self.attempt.collect("detail")]
+            if (error := replicas.disagreement(details)) is not None:
+                raise error
+
+    def _commit(self, opening: Opening, declared: Declaration, checks: replicas.Checks) -> Manifest:
+        assert self.staging is not None
+        hand_ins = [msgpack.unpackb(h) for h in self.attempt.collect("hand-in")]
+        self._check_replicas(hand_ins, checks)
+        shards = tuple(
+            ShardEntry(rank, name, *vars(Written(*rest)).values()) for rank, (name, *rest, _) in enumerate(hand_ins)
+        )
+        m = self._manifest(opening, declared, shards)
+        data = manifest.dump(m)
+        commit.publish(
+            self.staging,
+            data,
+            {s.path: s.nbytes for s in shards},
+            on_existing=self.request.on_existing,
+            decide=self.attempt.decide_commit,
+        )
+        self.attempt.done(data)
+        return replace(m, digest=manifest.digest_of(data))
+
+    def _manifest(self, opening: Opening, declared: Declaration, shards: tuple[ShardEntry, ...]) -> Manifest:
+        r = self.request
+        return Manifest(
+            save_id=opening.save_id,
+            step=opening.step,
+            world_size=self.world,
+            run_id=r.run_id or secrets.token_hex(16),
+            parent=r.parent,
+            created_at=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            wall_clock_seconds=r.wall_clock_seconds,
+            producer=r.producer,
+            commit=opening.mode,
+            copies=r.copies,
+            block=r.block,
+            block_size=r.block_size,
+            shards=shards,
+            annotations=r.annotations,
+            **declaration.tables(declared),
+        )
+
+    def abandon(self) -> None:
+        """Remove what a failed attempt left in its staging folder; what cannot be removed waits for `clean`."""
+        if self.staging is not None:
+            commit.discard(self.staging)

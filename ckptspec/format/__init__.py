@@ -1,0 +1,1 @@
+"""Values and codecs of the format: no I/O."""

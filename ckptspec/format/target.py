@@ -1,0 +1,127 @@
+"""Owns the target: what someone wants to resume on, and its JSON form; refuses a document that its schema refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from ckptspec.errors import PlanError, Where
+from ckptspec.format import schemas
+from ckptspec.format.layout import (
+    Axis,
+    Layout,
+    Mesh,
+    layout_document,
+    layout_from_document,
+    mesh_document,
+    mesh_from_document,
+)
+from ckptspec.format.manifest import SPEC_VERSION, FlatGroup, Manifest, TensorEntry, group_document, group_from_document
+
+FORMAT = "ckptspec-target"
+SIZE_LIMIT = 256 << 20  # bytes of a target document, as for a manifest
+TABLES = ("meshes", "layouts", "tensors", "objects", "flat_groups", "aliases")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A world size, and as much of meshes, layouts, tensors, objects, groups and aliases as is known; None: any."""
+
+    world_size: int
+    meshes: Mapping[str, Mesh] | None = None
+    layouts: Mapping[str, Layout] | None = None
+    tensors: Mapping[str, TensorEntry] | None = None
+    objects: Mapping[str, str] | None = None
+    flat_groups: Mapping[str, FlatGroup] | None = None
+    aliases: Mapping[str, str] | None = None
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON form, which obeys target.schema.json; what is None is left out."""
+        made: dict[str, Any] = {"format": FORMAT, "schema_version": SPEC_VERSION, "world_size": self.world_size}
+        for table in TABLES:
+            entries = getattr(self, table)
+            if entries is not None:
+                made[table] = {name: _TO[table](entry) for name, entry in entries.items()}
+        return made
+
+
+def _tensor_document(t: TensorEntry) -> dict[str, Any]:
+    return {"dtype": t.dtype, "shape": None if t.shape is None else list(t.shape), "layout": t.layout}
+
+
+def _tensor_entry(d: Mapping[str, Any]) -> TensorEntry:
+    return TensorEntry(d["dtype"], None if d["shape"] is None else tuple(d["shape"]), d["layout"])
+
+
+_TO: Mapping[str, Any] = {
+    "meshes": mesh_document,
+    "layouts": layout_document,
+    "tensors": _tensor_document,
+    "objects": str,
+    "flat_groups": group_document,
+    "aliases": str,
+}
+_FROM: Mapping[str, Any] = {
+    "meshes": mesh_from_document,
+    "layouts": layout_from_document,
+    "tensors": _tensor_entry,
+    "objects": str,
+    "flat_groups": group_from_document,
+    "aliases": str,
+}
+
+
+def from_document(document: Any) -> Target:
+    """Return the Target of a JSON document; raises PlanError with the first thing its schema refuses [X-TARGET]."""
+    for finding in schemas.check("target", document):
+        if finding.severity == "error":
+            message = f"not a target: {finding.message}"
+            raise PlanError(
+                message, rule=finding.code, where=finding.where, expected=finding.expected, found=finding.found
+            )
+    tables = {t: {n: _FROM[t](x) for n, x in document[t].items()} for t in TABLES if t in document}
+    return Target(document["world_size"], **tables)
+
+
+def parse(data: bytes, *, file: str | None = None) -> Target:
+    """Return the Target in a JSON file's bytes; raises PlanError [X-TARGET]."""
+    try:
+        if len(data) > SIZE_LIMIT:
+            raise ValueError(f"longer than {SIZE_LIMIT} bytes")
+        document = json.loads(data)
+    except (ValueError, RecursionError) as e:
+        raise PlanError("the target is not JSON", rule="X-TARGET", where=Where(file), found=str(e)[:80]) from None
+    return from_document(document)
+
+
+def of_manifest(manifest: Manifest) -> Target:
+    """Return the target that a checkpoint fits as it is."""
+    return Target(manifest.world_size, **{table: getattr(manifest, table) for table in TABLES})
+
+
+def resized(manifest: Manifest, sizes: Mapping[str, int]) -> Target:
+    """Return the checkpoint's own meshes with the axes named in `sizes` at another size, as a target.
+
+    A mesh that lists its ranks loses the list: the target's ranks are row-major. Raises PlanError [R-TARGET] when no
+    mesh has an axis of a given name, and when the resized meshes differ in size.
+    """
+    known = {axis.name for mesh in manifest.meshes.values() for axis in mesh.axes}
+    for name in sizes:
+        if name not in known:
+            expected = "one of " + ", ".join(sorted(known)) if known else "none: the checkpoint has no mesh"
+            raise PlanError("no mesh of the checkpoint has this axis", rule="R-TARGET", expected=expected, found=name)
+    meshes = {name: _resized(mesh, sizes) for name, mesh in manifest.meshes.items()}
+    changed = {mesh.size for name, mesh in meshes.items() if mesh != manifest.meshes[name]}
+    if len(changed) > 1:
+        found = ", ".join(map(str, sorted(changed)))
+        raise PlanError("the resized meshes differ in size", rule="R-TARGET", expected="one world size", found=found)
+    return Target(changed.pop() if changed else manifest.world_size, meshes)
+
+
+def _resized(mesh: Mesh, sizes: Mapping[str, int]) -> Mesh:
+    axes = tuple(Axis(a.name, sizes.get(a.name, a.size), a.kind) for a in mesh.axes)
+    same = prod(a.size for a in axes) == mesh.size and axes == mesh.axes
+    return mesh if same else replace(mesh, axes=axes, ranks=None)

@@ -1,0 +1,131 @@
+"""Owns the public verbs for torch states: save and load, and what this process remembers of a run between them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from ckptspec.engine import save as engine_save
+from ckptspec.engine.locate import newest_manifest
+from ckptspec.engine.pool import DEFAULT_BUDGET, shared_pool
+from ckptspec.format.manifest import Manifest
+from ckptspec.pytorch import group
+from ckptspec.pytorch.capture import REPLICATED, capture, snapshot
+from ckptspec.pytorch.load import Cast, LoadResult, Options
+from ckptspec.pytorch.load import load as run_load
+
+_STARTED = time.monotonic()
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The checkpoint this process last restored from or committed to a run, and when, on the process's clock."""
+
+    run_id: str
+    save_id: str
+    step: int
+    wall_clock_seconds: int
+    at: float
+
+
+_known: dict[str, _Known] = {}
+
+
+def _remember(run: str, m: Manifest) -> None:
+    _known[os.path.realpath(run)] = _Known(m.run_id, m.save_id, m.step, m.wall_clock_seconds or 0, time.monotonic())
+
+
+def _elapsed(known: _Known | None) -> int:
+    """Return the run's seconds of wall clock: what the last known checkpoint had, and the time since."""
+    if known is None:
+        return int(time.monotonic() - _STARTED)
+    return known.wall_clock_seconds + int(time.monotonic() - known.at)
+
+
+def save(
+    run: str | os.PathLike[str],
+    state: Any,
+    *,
+    step: int,
+    plain: str = REPLICATED,
+    copies: int = 1,
+    on_existing: str = "refuse",
+    digest: str = "xxh3-128",
+    block_size: int = 1 << 20,
+    run_id: str | None = None,
+    annotations: Mapping[str, Any] | None = None,
+    memory: int = DEFAULT_BUDGET,
+    silence: float = group.DEFAULT_SILENCE,
+) -> Manifest:
+    """Write `state` durably to RUN/step-<8 digits>/, every rank calling this, and return its manifest.
+
+    `state` is a nested dict, list or tuple of tensors and typed Python values. Plain tensors and values must be equal
+    on all ranks (checked) unless wrapped in Local or saved with plain="local". `copies` is how many ranks store each
+    replicated element; `memory` (bytes) bounds what this rank uses beyond the state; `silence` (seconds) is how long a
+    rank may show no sign of life. Raises StateError naming the key of what cannot be saved, SaveError on every rank
+    naming the rank that failed, CommitUncertainError where nobody saw the outcome (SPEC section Commit).
+    """
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 53:
+        raise ValueError(f"step must be an integer from 0 to 2^53 - 1, not {step!r}")
+    if on_existing not in ("refuse", "supersede"):
+        raise ValueError(f'on_existing is "refuse" or "supersede", not {on_existing!r}')
+    folder = os.fspath(run)
+    known = _known.get(os.path.realpath(folder))
+    here = group.world()
+    if known is None and here.rank == 0 and run_id is None and (newest := newest_manifest(folder)) is not None:
+        run_id = newest.run_id
+    request = engine_save.Request(
+        step=step,
+        run_id=run_id or (known.run_id if known else None),
+        parent={"step": known.step, "save_id": known.save_id} if known else None,
+        copies=copies,
+        block=digest,
+        block_size=block_size,
+        on_existing=on_existing,
+        wall_clock_seconds=_elapsed(known),
+        producer={"name": "ckptspec", "version": version("ckptspec"), "torch": torch.__version__},
+        annotations=annotations or {},
+        known_save=known.save_id if known and known.step == step else None,
+    )
+    channel = group.channel(silence)
+    pool = shared_pool(memory, block_size)
+
+    def take() -> Any:
+        return snapshot(capture(state, rank=here.rank, world=here.size, plain=plain))
+
+    manifest = engine_save.save(folder, take, request, channel, pool)
+    _remember(folder, manifest)
+    return manifest
+
+
+def load(
+    path: str | os.PathLike[str],
+    into: Any,
+    *,
+    exact: bool = False,
+    only: Sequence[str] | None = None,
+    skip: Sequence[str] | None = None,
+    missing: str = "error",
+    unexpected: str = "error",
+    cast: Cast | None = None,
+    memory: int = DEFAULT_BUDGET,
+    silence: float = group.DEFAULT_SILENCE,
+) -> LoadResult:
+    """Fill `into` in place from the checkpoint at `path` (a folder, its manifest.json, or a run: its newest), verified.
+
+    Every rank calls it; one rank's failure raises on all, and `into` is then undefined. Tensors keep their memory,
+    Python values are replaced in their containers. Names, dtypes and shapes must agree, unless `only` / `skip` (names,
+    prefixes or globs), missing="keep", unexpected="ignore" or `cast` (True, or names) say otherwise; every deviation is
+    in the result. Raises PlanError for what does not fit, IntegrityError naming file, tensor and byte range for damaged
+    bytes, NotCommittedError where there is no checkpoint.
+    """
+    options = Options(exact, only, skip, missing, unexpected, cast, memory)
+    result, manifest = run_load(path, into, options, silence)
+    _remember(os.path.dirname(os.path.abspath(result.path)), manifest)
+    return result

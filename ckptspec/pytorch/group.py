@@ -1,0 +1,62 @@
+"""Owns who we are among the ranks of the job, and the channel they agree over; uses no collectives."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ckptspec.engine.channel import Channel, LocalStore
+from ckptspec.errors import SaveError
+
+DEFAULT_SILENCE = 120.0
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's rank and the number of ranks."""
+
+    rank: int
+    size: int
+
+
+def world() -> World:
+    """Return rank and world size: of the default process group, else of the launcher's environment, else one rank."""
+    if dist.is_available() and dist.is_initialized():
+        return World(dist.get_rank(), dist.get_world_size())
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    return World(int(os.environ.get("RANK", "0")) if size > 1 else 0, size)
+
+
+def _store() -> Any:
+    """Return a store connection of our own: the process group's, cloned, or the launcher's agent store."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.distributed_c10d._get_default_store().clone()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False)
+    raise SaveError(
+        "WORLD_SIZE is above 1 but the ranks have no store to agree over",
+        rule="P-AGREE",
+        advice="call torch.distributed.init_process_group() first, or start the job with torchrun",
+    )
+
+
+_channels: dict[tuple[int, int, int], Channel] = {}
+
+
+def channel(silence: float = DEFAULT_SILENCE) -> Channel:
+    """Return this process's channel, opened at the first call and again when the process group is another one."""
+    here = world()
+    group = id(dist.distributed_c10d._get_default_group()) if dist.is_available() and dist.is_initialized() else 0
+    key = (here.rank, here.size, group)
+    if key not in _channels:
+        store = LocalStore() if here.size == 1 else _store()
+        _channels.clear()
+        _channels[key] = Channel(store, here.rank, here.size, silence=silence)
+    found = _channels[key]
+    found.silence = silence
+    return found

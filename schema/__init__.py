@@ -1,0 +1,1 @@
+"""The ckptspec standard as package data: schemas, rules and prose."""
