@@ -122,7 +122,7 @@ class CommitUncertainError(SaveError):
     """Nobody saw whether the save became durable; read the run folder to know."""
 
 
-class ValidationFailed(CkptspecError):
+class ValidationFailed(CkptspecError):  # noqa: N818 (the contract's name)
     """A checkpoint was refused by the validator; carries the Report."""
 
     def __init__(self, report: Report) -> None:

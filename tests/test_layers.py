@@ -27,6 +27,7 @@ LAYERS = [
     {"integrations"},
     {"demo"},
     {"cli"},
+    {"__main__"},
     {""},  # ckptspec/__init__.py, the public names
 ]
 TORCH_ROOMS = {"pytorch", "integrations", "demo"}

@@ -210,6 +210,8 @@ def test_the_own_tensor_of_listed_boxes_is_their_grid_or_else_one_dimension() ->
     assert [b.offsets for b in local_boxes(columns, {}, (4, 6), 0)] == [(0, 0), (0, 2)]
     slice_of_flat = BoxesLayout(((0, Box((0, 4), (1, 2))), (0, Box((1, 0), (2, 6))), (0, Box((3, 0), (1, 1)))))
     assert local_shape(slice_of_flat, {}, (4, 6), 0) == (15,)
+    by_columns = BoxesLayout(tuple((0, Box((i, j), (2, 3))) for j in (0, 3) for i in (0, 2)))
+    assert local_shape(by_columns, {}, (4, 6), 0) == (24,)
     assert local_boxes(slice_of_flat, {}, (4, 6), 0) == (Box((0,), (2,)), Box((2,), (12,)), Box((14,), (1,)))
 
 

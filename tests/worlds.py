@@ -66,12 +66,13 @@ def pins(draw: st.DrawFn, world: World, names: list[str]) -> dict[str, int]:
 def mesh_cases(draw: st.DrawFn) -> tuple[World, MeshLayout, tuple[int, ...]]:
     """A world, a mesh layout on it, and a shape it fits; dims may be shorter than the shape."""
     world = draw(worlds())
-    shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
+    ndim = draw(st.sampled_from([2, 1, 3, 0]))
+    shape = tuple(draw(st.lists(st.integers(0, 9), min_size=ndim, max_size=ndim)))
     names = draw(st.permutations([axis.name for axis in world.mesh.axes]))
     dims: list[list[str]] = [[] for _ in shape]
     free = []
     for name in names:
-        dim = draw(st.integers(-2, len(shape) - 1))
+        dim = draw(st.integers(-1, ndim - 1))
         (dims[dim] if dim >= 0 else free).append(name)
     blocks = {}
     for dim, cut in enumerate(dims):

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ckptspec.format import schemas
+from ckptspec.format.names import shard_path
 from ckptspec.format.report import Advice, Cost, Finding
 
-PUT_BACK = frozenset(
-    "S-MISSING S-NBYTES S-FILE S-SAVE S-TRAILER S-INDEX S-HEADER S-STATE S-FRAME B-DIGEST B-READ "
-    "L-SIZE L-UTF8 L-JSON L-TAIL L-DIGEST C-MANIFEST".split()
-)
+PUT_BACK = {"S-MISSING", "S-NBYTES", "S-FILE", "S-SAVE", "S-TRAILER", "S-INDEX", "S-HEADER", "S-STATE", "S-FRAME"}
+PUT_BACK |= {"B-DIGEST", "B-READ", "L-SIZE", "L-UTF8", "L-JSON", "L-TAIL", "L-DIGEST", "C-MANIFEST"}
+PASSED_OVER = "newer"  # the advice of a finding about another, newer checkpoint of the run
 ON_TARGET = ("R-WORLD", "R-LAYOUT", "R-NAME", "R-DTYPE", "R-SHAPE", "R-TARGET")
 
 
@@ -31,9 +31,9 @@ class OtherStep:
 
 @dataclass(frozen=True)
 class Situation:
-    """What advice needs beside the findings; `good` are the run's other good checkpoints, newest first.
+    """What advice needs beside the findings: paths as the caller wrote them, and what is known of the checkpoint.
 
-    `path` and `run` are as the caller wrote them; `world_size`, `step` and `wall_clock_seconds` are the checkpoint's.
+    `good` are the run's other good checkpoints, newest first; `newer` is one that was passed over as bad.
     """
 
     path: str
@@ -42,22 +42,29 @@ class Situation:
     step: int | None = None
     wall_clock_seconds: int | None = None
     good: tuple[OtherStep, ...] = ()
-    level: str = "shards"
+    newer: str | None = None
+
+
+def word(path: str) -> str:
+    """Return a path as a word of a command that no program takes for an option."""
+    return f"./{path}" if path.startswith("-") else path
 
 
 def restore(s: Situation, code: str) -> Advice:
     """Return the advice to put the named files back from a copy, which loses nothing."""
-    argv = ("ckptspec", "validate", s.path, "--level", "bytes")
+    argv = ("ckptspec", "validate", word(s.path), "--level", "bytes")
     text = "put the files named above back from a copy or a mirror, then check every byte"
     return Advice("restore", code, text, argv=argv)
 
 
 def cut_tail(s: Situation, finding: Finding) -> Advice:
     """Return the advice to cut what was appended to a shard whose own bytes are all there."""
-    size = int((finding.expected or "0").split()[0])
+    size, rank = int((finding.expected or "0").split()[0]), finding.where.rank or 0
     text = f"the shard is whole, something was appended to it: cut {finding.where.file} back to {size} bytes"
-    argv = ("ckptspec", "validate", s.path, "--level", "bytes")
-    return Advice("cut", finding.code, text, {"nbytes": size}, argv)
+    argv: tuple[str, ...] = ()
+    if finding.where.file == shard_path(rank):  # our own name for a rank, so the command holds no name of the file's
+        argv = ("truncate", "-s", str(size), f"{word(s.path)}/{shard_path(rank)}")
+    return Advice("cut", finding.code, text, {"nbytes": size, "rank": rank}, argv)
 
 
 def same_world(s: Situation) -> Advice:
@@ -80,9 +87,15 @@ def fall_back(s: Situation, code: str) -> Advice | None:
     time = "" if seconds is None else f", {seconds:,} seconds of work"
     loses = f"{steps:,} steps{time}" if steps else "what was trained since step " + str(best.step)
     cost = Cost(bytes_read=best.nbytes, steps_lost=steps, seconds_lost=seconds)
-    argv = ("ckptspec", "validate", best.path, "--level", "bytes")
+    argv = ("ckptspec", "validate", word(best.path), "--level", "bytes")
     text = f"fall back to step {best.step}, the newest older good checkpoint of this run: {shlex.quote(best.path)}"
     return Advice("fallback", code, text, {"step": best.step}, argv, loses, cost)
+
+
+def look_at_newer(s: Situation, code: str) -> Advice:
+    """Return the advice to look at the newer checkpoint that was passed over."""
+    path = word(s.newer or s.path)
+    return Advice(PASSED_OVER, code, "see what is wrong with the newer checkpoint", argv=("ckptspec", "validate", path))
 
 
 def by_rule(s: Situation, code: str) -> Advice:
@@ -99,7 +112,9 @@ def _appended(finding: Finding) -> bool:
 
 def _for(finding: Finding, s: Situation) -> Iterator[Advice]:
     """Yield the advice for one finding."""
-    if finding.code == "R-WORLD":
+    if PASSED_OVER in finding.advice:
+        yield look_at_newer(s, finding.code)
+    elif finding.code == "R-WORLD":
         yield same_world(s)
     elif _appended(finding):
         yield cut_tail(s, finding)
@@ -114,8 +129,8 @@ def _for(finding: Finding, s: Situation) -> Iterator[Advice]:
 
 
 def _rank(advice: Advice) -> tuple[int, int]:
-    """Return the order of advice: what loses least comes first, a command before general words."""
-    return advice.cost.steps_lost, 1 if advice.id.startswith("rule-") else 0
+    """Return the order of advice: what loses least first, of those a repair in place first and general words last."""
+    return advice.cost.steps_lost, 0 if advice.id.startswith("cut") else 2 if advice.id.startswith("rule-") else 1
 
 
 def decide(findings: Iterable[Finding], advice: Sequence[Advice]) -> str:
@@ -125,7 +140,7 @@ def decide(findings: Iterable[Finding], advice: Sequence[Advice]) -> str:
         return "load"
     if all(f.code in ON_TARGET for f in errors):
         return "stop"
-    if all(_appended(f) for f in errors):
+    if all(_appended(f) for f in errors) and all(a.argv for a in advice if a.id.startswith("cut")):
         return "repair"
     return "fallback" if any(a.id == "fallback" for a in advice) else "stop"
 

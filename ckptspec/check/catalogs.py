@@ -6,9 +6,10 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 
 from ckptspec.check.coverage import Piece, Place, judge
-from ckptspec.check.registry import Rules, capped, fault
+from ckptspec.check.registry import LIMIT, Rules, capped, fault
 from ckptspec.check.shards import Subject, check_subject
 from ckptspec.errors import Where
 from ckptspec.format.catalog import Catalog, ShardDocument
@@ -68,9 +69,9 @@ class Gathered:
 
     @cached_property
     def misplaced(self) -> tuple[Place, ...]:
-        """The tensors whose pieces are not where the holder rule puts them."""
+        """The first tensors whose pieces are not where the holder rule puts them: a file cannot make this endless."""
         judged = (judge(self.manifest, name, self.pieces.get(name, []), self.indexes) for name in self.manifest.tensors)
-        return tuple(place for place in judged if place is not None)
+        return tuple(islice((place for place in judged if place is not None), LIMIT))
 
 
 rule: Rules[Gathered] = Rules("catalog")
@@ -80,6 +81,8 @@ def _misplaced(g: Gathered, code: str, message: str) -> Iterator[Finding]:
     for place in g.misplaced:
         if place.code == code:
             yield fault(code, message, g.where(place.rank, place.tensor), place.expected, place.found)
+    if len(g.misplaced) == LIMIT and code == g.misplaced[-1].code:
+        yield fault(code, f"the first {LIMIT} tensors at fault are named, there may be more", g.where(None))
 
 
 @rule("T-COVER")

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from itertools import islice, product
 from math import prod
 
-from ckptspec.format.box import Box, intersect, iter_pieces
+from ckptspec.format.box import Box, iter_pieces
 from ckptspec.format.dtypes import DTYPES
 from ckptspec.format.layout import LocalLayout
 from ckptspec.format.manifest import Manifest, TensorEntry
 from ckptspec.format.placement import storers
+from ckptspec.format.tiling import overlap
 
 Piece = tuple[int, tuple[int, ...], tuple[int, ...]]  # rank, offsets, sizes
-SPARE = 1 << 16  # pieces listed beyond the found ones before a tensor counts as not covered: a shape may imply 2^33
+SPARE = 1 << 14  # pieces listed beyond the found ones before a tensor counts as not covered: a shape may imply 2^33
 CORNER_DIMS = 6  # dimensions along which pieces may differ and still be compared exactly
-PAIRS = 256
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,8 @@ def _covers_alike(a: Sequence[Piece], b: Sequence[Piece]) -> bool:
 
 
 def _twice_in_a_rank(pieces: Sequence[Piece]) -> bool:
-    """Tell whether one rank stores an element twice, which is no second copy; looks at PAIRS pieces a rank at most."""
+    """Tell whether one rank stores an element twice, which is no second copy."""
     mine: dict[int, list[Box]] = {}
     for rank, offsets, sizes in pieces:
-        box = Box(offsets, sizes)
-        others = mine.setdefault(rank, [])
-        if any(intersect(box, other) is not None for other in others):
-            return True
-        if len(others) < PAIRS:
-            others.append(box)
-    return False
+        mine.setdefault(rank, []).append(Box(offsets, sizes))
+    return any(overlap(boxes) is not None for boxes in mine.values())

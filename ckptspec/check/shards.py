@@ -12,10 +12,9 @@ from ckptspec.errors import ShardError, Where
 from ckptspec.format.box import Box, iter_pieces
 from ckptspec.format.catalog import ShardDocument
 from ckptspec.format.dtypes import DTYPES
-from ckptspec.format.layout import BoxesLayout, LocalLayout
+from ckptspec.format.layout import FlatLayout, Layout, LocalLayout, MeshLayout, coordinate
 from ckptspec.format.manifest import Manifest, ShardEntry
 from ckptspec.format.objects import TensorRef, pack, parts
-from ckptspec.format.placement import resolve
 from ckptspec.format.report import Finding
 
 
@@ -32,12 +31,29 @@ class Subject:
         return Where(self.entry.path, None, tensor, self.entry.rank)
 
     @cached_property
+    def split(self) -> tuple[tuple[tuple[str, Any], ...], ShardError | None]:
+        """The parts of the state by name, or none of them and why they have no names [S-STATE]."""
+        try:
+            return tuple(parts(self.document.state, reading=True)), None
+        except ShardError as e:
+            return (), e
+
+    @property
     def parts(self) -> tuple[tuple[str, Any], ...]:
         """The parts of the state by name: a tensor reference, or a subtree without any, which is one object."""
-        try:
-            return tuple(parts(self.document.state, reading=True))
-        except ShardError:
-            return ()  # S-STATE says so
+        return self.split[0]
+
+    @cached_property
+    def taking_part(self) -> frozenset[str]:
+        """The layouts in which the shard's rank has a place; boxes and local layouts say that tensor by tensor."""
+        m = self.manifest
+        return frozenset(name for name, layout in m.layouts.items() if _has_place(layout, m, self.entry.rank))
+
+    @cached_property
+    def local(self) -> frozenset[str]:
+        """The tensors that are private to each rank."""
+        layouts = {name for name, x in self.manifest.layouts.items() if isinstance(x, LocalLayout)}
+        return frozenset(name for name, t in self.manifest.tensors.items() if t.layout in layouts)
 
     @cached_property
     def references(self) -> dict[str, str]:
@@ -47,6 +63,14 @@ class Subject:
     def objects(self) -> Iterator[tuple[str, bytes]]:
         """Yield each object's name and packed bytes, which differ where 1, 1.0 and True do."""
         return ((name, pack(part)) for name, part in self.parts if not isinstance(part, TensorRef))
+
+
+def _has_place(layout: Layout, m: Manifest, rank: int) -> bool:
+    if not isinstance(layout, (MeshLayout, FlatLayout)):
+        return True
+    mesh = m.meshes[layout.mesh]
+    coord = coordinate(mesh, rank)
+    return coord is not None and all(coord[mesh.index(axis)] == i for axis, i in layout.at.items())
 
 
 rule: Rules[Subject] = Rules("shard")
@@ -78,9 +102,10 @@ def same_digests(s: Subject) -> Iterator[Finding]:
 
 @rule("T-MATCH")
 def same_tensors(s: Subject) -> Iterator[Finding]:
-    """Dtype and shape in the index are the manifest's; a local tensor's shape is its own."""
+    """Dtype and shape in the index are the manifest's, and no tensor is listed without a chunk; local ones may be."""
     index = s.document.index
-    for name, dtype, shape in zip(index.names, index.dtypes, index.shapes, strict=True):
+    stored = {chunk.tensor for chunk in index.chunks}
+    for row, (name, dtype, shape) in enumerate(zip(index.names, index.dtypes, index.shapes, strict=True)):
         entry = s.manifest.tensors.get(name)
         if entry is None:
             yield fault("T-MATCH", "the index names a tensor that the manifest has not", s.where(name))
@@ -88,41 +113,36 @@ def same_tensors(s: Subject) -> Iterator[Finding]:
             yield fault("T-MATCH", "dtype differs from the manifest", s.where(name), entry.dtype, dtype)
         elif entry.shape is not None and shape != entry.shape:
             yield fault("T-MATCH", "shape differs from the manifest", s.where(name), list(entry.shape), list(shape))
+        elif entry.shape is not None and row not in stored:
+            yield fault("T-MATCH", "the index lists a tensor of which it has no chunk", s.where(name))
 
 
 @rule("S-STATE")
 def names_of_state(s: Subject) -> Iterator[Finding]:
     """Every part of the state has a name of its own."""
-    try:
-        parts(s.document.state, reading=True)
-    except ShardError as e:
-        yield fault("S-STATE", e.message, s.where(), e.expected, e.found)
+    error = s.split[1]
+    if error is not None:
+        yield fault("S-STATE", error.message, s.where(), error.expected, error.found)
 
 
 @rule("S-REF")
 def references(s: Subject) -> Iterator[Finding]:
     """The state refers to the manifest's tensors, each at its own name or at an alias, and to all that it stores."""
-    m, rank = s.manifest, s.entry.rank
+    if s.split[1] is not None:
+        return  # no place in the state has a name, as S-STATE says
+    m = s.manifest
     for name, tensor in s.references.items():
         if tensor not in m.tensors:
             yield fault("S-REF", "the state refers to a tensor that the manifest has not", s.where(tensor), None, name)
         elif name != tensor and m.aliases.get(name) != tensor:
             found = f"a reference at {name!r}"
             yield fault("S-REF", "the state refers to a tensor at another name", s.where(tensor), "an alias", found)
-        elif not _takes_part(m, tensor, rank):
-            layout = m.tensors[tensor].layout
+        elif (layout := m.tensors[tensor].layout) not in s.taking_part:
             yield fault("S-REF", f"layout {layout!r} gives this rank no part of the tensor", s.where(tensor))
     referred = set(s.references.values())
     for name in s.document.index.names:
         if name in m.tensors and name not in referred:
             yield fault("S-REF", "the shard stores a tensor that its state does not refer to", s.where(name))
-
-
-def _takes_part(m: Manifest, tensor: str, rank: int) -> bool:
-    layout = m.layouts[m.tensors[tensor].layout]
-    if isinstance(layout, (BoxesLayout, LocalLayout)):
-        return True  # boxes lists only ranks that hold something; local is looked at by T-LOCAL
-    return resolve(layout, m.meshes).local_shape(m.tensors[tensor].shape or (), rank) is not None
 
 
 @rule("O-KIND")
@@ -137,8 +157,8 @@ def objects(s: Subject) -> Iterator[Finding]:
 @rule("T-LOCAL")
 def local_tensors(s: Subject) -> Iterator[Finding]:
     """The chunks of a local tensor are its own shape, cut by the chunk limit; each one referred to is in the index."""
-    index, m = s.document.index, s.manifest
-    rows = {name: i for i, name in enumerate(index.names) if _is_local(m, name)}
+    index = s.document.index
+    rows = {name: i for i, name in enumerate(index.names) if name in s.local}
     found: dict[int, list[Box]] = {i: [] for i in rows.values()}
     for chunk in index.chunks:
         if chunk.tensor in found:
@@ -150,13 +170,8 @@ def local_tensors(s: Subject) -> Iterator[Finding]:
             message = "the chunks of a local tensor are not its own shape, cut by the chunk limit"
             yield fault("T-LOCAL", message, s.where(name), list(index.shapes[i]), f"{len(found[i])} chunks")
     for name in dict.fromkeys(s.references.values()):
-        if _is_local(m, name) and name not in rows:
+        if name in s.local and name not in rows:
             yield fault("T-LOCAL", "the state refers to a local tensor that the index has not", s.where(name))
-
-
-def _is_local(m: Manifest, name: str) -> bool:
-    entry = m.tensors.get(name)
-    return entry is not None and isinstance(m.layouts[entry.layout], LocalLayout)
 
 
 def check_shard(manifest: Manifest, rank: int, document: ShardDocument) -> Iterator[Finding]:

@@ -128,7 +128,8 @@ def names(f: Fit) -> Iterator[Finding]:
     """Both have the same tensors and objects, as far as the target says which it has."""
     m, t = f.manifest, f.target
     if t.tensors is not None:
-        yield from _differ("tensor", {**m.tensors, **m.aliases}, {**t.tensors, **(t.aliases or {})})
+        unsaid = m.aliases if t.aliases is None else {}  # a target that names no aliases may have any of them
+        yield from _differ("tensor", {**m.tensors, **m.aliases}, {**t.tensors, **(t.aliases or unsaid)})
     if t.objects is not None:
         yield from _differ("object", m.objects, t.objects)
 

@@ -5,73 +5,78 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from math import prod
 
 from ckptspec.format.dtypes import DTYPES
 from ckptspec.format.layout import LocalLayout
-from ckptspec.format.manifest import Manifest
-from ckptspec.format.placement import storers
+from ckptspec.format.manifest import Manifest, TensorEntry
+from ckptspec.format.placement import resolve
 from ckptspec.format.report import Verdict
 
 SHOWN = 20  # tensors that get a verdict of their own
-STEPS = 1 << 20  # stored boxes that are looked at: what is lost is then a lower bound
+STEPS = 1 << 20  # pairs of tensor and bad rank that are looked at; what comes after is said to be unknown
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What no readable shard stores, by tensor in bytes, and what is private to the `ranks` whose shards are gone."""
+    """What no readable shard stores, by tensor in bytes, and what is private to the `ranks` whose shards are gone.
+
+    `sizes` has the bytes of every tensor that was looked at; `unknown` counts those that were too many to look at.
+    """
 
     ranks: tuple[int, ...]
     tensors: dict[str, int] = field(default_factory=dict)
-    local: tuple[str, ...] = ()
     sizes: dict[str, int] = field(default_factory=dict)
-    rank_objects: bool = False
+    private: bool = False
+    unknown: int = 0
 
     @property
     def nbytes(self) -> int:
         """The bytes lost."""
         return sum(self.tensors.values())
 
-    @property
-    def total(self) -> int:
-        """The bytes of all tensors that are not local."""
-        return sum(self.sizes.values())
-
     def intact(self) -> str:
-        """Return in words what the readable shards still hold completely."""
+        """Return in words what the readable shards still hold completely, and what is gone."""
         whole = len(self.sizes) - len(self.tensors)
         kept = sum(n for name, n in self.sizes.items() if name not in self.tensors)
-        text = f"intact elsewhere: {whole} of {len(self.sizes)} tensors ({kept:,} of {self.total:,} bytes)"
-        if not self.tensors:
-            return text
-        first = ", ".join(f"{name} ({n:,} bytes)" for name, n in islice(self.tensors.items(), 3))
-        more = f" and {len(self.tensors) - 3} more" if len(self.tensors) > 3 else ""
-        return f"{text}; gone: {self.nbytes:,} bytes of {first}{more}"
+        total = sum(self.sizes.values())
+        text = f"intact elsewhere: {whole} of {len(self.sizes)} tensors ({kept:,} of {total:,} bytes)"
+        if self.tensors:
+            first = ", ".join(f"{name} ({n:,} bytes)" for name, n in islice(self.tensors.items(), 3))
+            more = f" and {len(self.tensors) - 3} more" if len(self.tensors) > 3 else ""
+            text += f"; gone: {self.nbytes:,} bytes of {first}{more}"
+        return f"{text}; {self.unknown} tensors were not looked at" if self.unknown else text
 
 
 def losses(m: Manifest, bad: Collection[int]) -> Loss:
     """Return what is lost when the shards of the `bad` ranks are: only what no other rank stores a copy of [Q-REPLICA].
 
-    Needs no index: the manifest's layouts say who stores what.
+    Needs no index: the manifest's layouts say who stores what. The manifest keeps its own rules.
     """
     gone: dict[str, int] = {}
     sizes: dict[str, int] = {}
-    local = tuple(n for n, t in m.tensors.items() if isinstance(m.layouts[t.layout], LocalLayout))
-    steps = STEPS
-    for name, t in m.tensors.items():
-        if t.shape is None:
-            continue
-        itemsize = DTYPES[t.dtype].itemsize
-        sizes[name] = itemsize
-        for n in t.shape:
-            sizes[name] *= n
-        kept: dict[object, bool] = {}
-        for rank, box in islice(storers(m.layouts[t.layout], m.meshes, t.shape, itemsize, name, m.copies), steps):
-            steps -= 1
-            kept[box] = kept.get(box, False) or rank not in bad
-        lost = sum(box.numel for box, safe in kept.items() if not safe) * itemsize  # type: ignore[attr-defined]
-        if lost:
+    shared = {name: t for name, t in m.tensors.items() if t.shape is not None}
+    for name, t in islice(shared.items(), max(1, STEPS // max(1, len(bad)))):
+        sizes[name] = prod(t.shape or ()) * DTYPES[t.dtype].itemsize
+        if lost := _lost(m, name, t, bad):
             gone[name] = lost
-    return Loss(tuple(sorted(bad)), gone, local, sizes, "rank" in m.objects.values())
+    local = any(isinstance(m.layouts[t.layout], LocalLayout) for t in m.tensors.values())
+    private = local or "rank" in m.objects.values()
+    return Loss(tuple(sorted(bad)), gone, sizes, private, len(shared) - len(sizes))
+
+
+def _lost(m: Manifest, name: str, t: TensorEntry, bad: Collection[int]) -> int:
+    """Return the bytes of a tensor that only `bad` ranks store."""
+    shape, itemsize = t.shape or (), DTYPES[t.dtype].itemsize
+    place = resolve(m.layouts[t.layout], m.meshes)
+    pieces = {box for rank in bad for box in place.stored(shape, itemsize, name, m.copies, rank)}
+    if m.copies > 1:
+        pieces = {
+            box
+            for box in pieces
+            if all(r in bad for r, b in place.storers(shape, itemsize, name, m.copies, within=box) if b == box)
+        }
+    return sum(box.numel for box in pieces) * itemsize
 
 
 def verdicts(loss: Loss) -> Iterator[Verdict]:
@@ -88,5 +93,5 @@ def verdicts(loss: Loss) -> Iterator[Verdict]:
     whole = len(loss.sizes) - len(loss.tensors)
     if whole:
         yield Verdict(f"{whole} other tensors", "lossless", "every byte is stored by a shard that is there")
-    if loss.local or loss.rank_objects:
+    if loss.private:
         yield Verdict("state private to a rank", "lost", f"that of {ranks} was in the shards that are gone")

@@ -15,6 +15,7 @@ from pathlib import Path
 import ckptspec
 from ckptspec.demo.compare import Part, compare
 from ckptspec.demo.launch import Ended, torchrun
+from ckptspec.format.shard import TRAILER_MAGIC
 
 # The victim watches for its own shard; a save may rarely be over before it looks.
 ATTEMPTS = 3
@@ -158,9 +159,14 @@ def _verdict(demo: Demo, parts: Iterable[Part]) -> int:
 
 def _listing(folder: Path, *, brief: bool = False) -> list[str]:
     """Return one line for a folder and, unless `brief`, one for each file in it."""
-    files = sorted((path.name, path.stat().st_size) for path in folder.iterdir())
-    total = f"{folder.name + '/':<26} {len(files)} files, {sum(size for _, size in files):,} bytes"
-    return [total] if brief else [total, *(f"   {name:<23} {size:>9,}" for name, size in files)]
+    files = sorted(folder.iterdir())
+    total = f"{folder.name + '/':<26} {len(files)} files, {sum(file.stat().st_size for file in files):,} bytes"
+    return [total] if brief else [total, *map(_entry, files)]
+
+
+def _entry(file: Path) -> str:
+    torn = file.suffix == ".shard" and not file.read_bytes().endswith(TRAILER_MAGIC)
+    return f"   {file.name:<23} {file.stat().st_size:>9,}" + ("   torn: it has no end mark" if torn else "")
 
 
 def _show(*arguments: str) -> None:

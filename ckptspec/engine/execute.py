@@ -9,6 +9,7 @@ from functools import partial
 
 from ckptspec.engine.holding import Holding
 from ckptspec.engine.pool import Pool, Task
+from ckptspec.errors import IntegrityError, Where
 from ckptspec.format import shard
 from ckptspec.format.box import Box, long_axis
 from ckptspec.format.dtypes import dtype
@@ -129,18 +130,31 @@ class _Reader:
         """Compare the blocks of `data`, at byte `at` (a block boundary) of chunk `row`, with their digests."""
         shard.check_blocks(self.index, self.source.header, row, data, self.source.file, at)
 
+    def _read(self, view: memoryview, offset: int) -> None:
+        try:
+            local.read_at(self.fd, view, offset)
+        except local.ShortReadError as e:
+            where = Where(self.source.file, rank=self.source.rank, range=(offset, offset + len(view)))
+            raise IntegrityError(
+                "the file ends before the bytes that its index lists",
+                rule="S-NBYTES",
+                where=where,
+                expected=f"{e.expected} bytes",
+                found=f"{e.found} bytes",
+            ) from None
+
     def _read_part(self, row: int, view: memoryview, at: int, buffer: memoryview) -> None:
         start = self.index.chunks[row].start + at
         for i in range(0, len(view), self.block_size):
             block = view[i : i + self.block_size]
-            local.read_at(self.fd, block, start + i)
+            self._read(block, start + i)
             self._verify(row, block, at + i)  # while the block is warm in the cache
         self.progress(len(view))
 
     def _read_run(self, run: list[Transfer], buffer: memoryview) -> None:
         first, last = self.index.chunks[run[0].chunk], self.index.chunks[run[-1].chunk]
         data = buffer[: last.start + last.nbytes - first.start]
-        local.read_at(self.fd, data, first.start)
+        self._read(data, first.start)
         for t in run:
             chunk = self.index.chunks[t.chunk]
             found = data[chunk.start - first.start : chunk.start - first.start + chunk.nbytes]
@@ -177,7 +191,7 @@ class _Reader:
         chunk = self.index.chunks[t.chunk]
         low, high = blocks
         data = buffer[: high - low]
-        local.read_at(self.fd, data, chunk.start + low)
+        self._read(data, chunk.start + low)
         self._verify(t.chunk, data, low)
         t.holding.scatter(box, data[wanted[0] - low : wanted[1] - low], _strides(chunk.box.sizes))
         self.progress(len(data))

@@ -38,7 +38,8 @@ class ArrayHolding:
 
     def _part(self, box: Box) -> Any:
         relative = (slice(o - b, o - b + s) for o, b, s in zip(box.offsets, self._origin, box.sizes, strict=True))
-        return self._array[(*relative, ...)]
+        index = (*relative, ...)
+        return self._array[index]
 
     def view(self, box: Box) -> memoryview | None:
         """Return the box's bytes in place, or None where they are not in a row."""

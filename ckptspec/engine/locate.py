@@ -15,6 +15,7 @@ from ckptspec.format.manifest import NAME, Manifest, decode
 from ckptspec.format.report import Finding
 
 MANIFEST_LIMIT = 256 << 20  # [L-SIZE]
+_UNDONE = {".tmp-": "a staging folder: its save never committed", ".trash-": "a folder that is being deleted"}
 
 
 @dataclass(frozen=True)
@@ -176,9 +177,20 @@ def newest(run: str, *, below: int | None = None) -> Newest:
         if candidate.misnamed:
             skipped.append(Skipped(path, step_finding(candidate.name, candidate.step)))
         if finding is None:
+            skipped += _twins(run, candidate, scan.steps)
             return Newest(path, manifest, tuple(skipped), len(scan.steps))
         skipped.append(Skipped(path, finding))
     return Newest(None, None, tuple(skipped), len(scan.steps))
+
+
+def _twins(run: str, chosen: Candidate, steps: tuple[Candidate, ...]) -> Iterator[Skipped]:
+    """Yield the other folders of the chosen one's step: the choice is by name, and worth a word [C-STEP]."""
+    for other in steps:
+        if other.step == chosen.step and other.name != chosen.name:
+            message = f"a second folder of this step; {chosen.name!r} was taken"
+            yield Skipped(
+                os.path.join(run, other.name), fault("C-STEP", message, Where(NAME, "/step"), None, other.step)
+            )
 
 
 def step_finding(name: str, step: int) -> Finding:
@@ -229,17 +241,17 @@ def is_run(folder: str) -> bool:
     if os.path.lexists(os.path.join(folder, NAME)):
         return False
     own = _own_name(folder)
-    if names.parse_special(own) is not None or names.parse_step_folder(own) is not None:
+    if own.startswith(tuple(_UNDONE)) or names.parse_special(own) or names.parse_step_folder(own) is not None:
         return False
     return not any(name.endswith(".shard") for name in entries(folder))
 
 
 def refuse_special(folder: str) -> None:
     """Raise NotCommittedError [C-STAGING] for a folder whose name says that its save never finished, or was undone."""
-    parsed = names.parse_special(_own_name(folder))
-    if parsed is not None and parsed.kind in ("tmp", "trash"):
-        kind = {"tmp": "a staging folder: its save never committed", "trash": "a folder that is being deleted"}
-        raise NotCommittedError(kind[parsed.kind], rule="C-STAGING", where=Where(NAME))
+    name = _own_name(folder)
+    for lead, message in _UNDONE.items():
+        if name.startswith(lead):
+            raise NotCommittedError(message, rule="C-STAGING", where=Where(NAME))
 
 
 def _own_name(folder: str) -> str:

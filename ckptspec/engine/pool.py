@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 DEFAULT_BUDGET = 256 << 20
 DEFAULT_BUFFER = 8 << 20
+LEAST_BUFFER = 1 << 19  # a small payload (under 262,144 bytes) and the frame before it fit in half of it
 Task = Callable[[memoryview], None]
 
 
@@ -33,6 +34,8 @@ class Pool:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __post_init__(self) -> None:
+        if self.buffer_nbytes < LEAST_BUFFER:
+            raise ValueError(f"a buffer of {self.buffer_nbytes} bytes is below {LEAST_BUFFER}")
         if self.budget < self.buffer_nbytes:
             raise ValueError(f"memory budget of {self.budget} bytes is below one buffer of {self.buffer_nbytes}")
         self.threads = max(1, min(self.threads, self.budget // self.buffer_nbytes))
@@ -55,8 +58,14 @@ class Pool:
         workers = [threading.Thread(target=self._work, args=(work,), name=f"ckptspec-{i}") for i in range(self.threads)]
         for worker in workers:
             worker.start()
-        for worker in workers:
-            worker.join()
+        try:
+            for worker in workers:
+                worker.join()
+        except BaseException as e:  # an interrupt: no worker may outlive the caller's descriptors and memory
+            work.stop(e)
+            for worker in workers:
+                worker.join()
+            raise
         if work.error is not None:
             raise work.error
 

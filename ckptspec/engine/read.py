@@ -33,7 +33,8 @@ def read(
 
     `slices` gives a tensor's name one slice a dimension (step 1). A local tensor or `rank` object comes as {rank:
     value}. With `mmap` a tensor that is one chunk is a read-only view of the file, hashed once here. bfloat16 and
-    float8 come as ml_dtypes arrays. Raises PlanError for a name or dtype that cannot be given, IntegrityError for damaged bytes.
+    float8 come as ml_dtypes arrays. Raises PlanError for a name or dtype that cannot be given, IntegrityError for
+    damaged bytes.
     """
     folder, manifest = load_manifest(path)
     opened = Opened(folder, manifest)

@@ -9,7 +9,7 @@ from typing import Union
 
 from ckptspec.check.registry import fault
 from ckptspec.engine.files import File
-from ckptspec.engine.pool import Pool, Task
+from ckptspec.engine.pool import LEAST_BUFFER, Pool, Task
 from ckptspec.errors import IntegrityError, Where
 from ckptspec.format import shard
 from ckptspec.format.manifest import ShardEntry
@@ -74,7 +74,7 @@ def buffer_size(indexes: Iterable[shard.Index], block_size: int) -> int:
     for index in indexes:
         largest = max(largest, *(extent.nbytes for extent in index.extents))
         whole = max(whole, index.end)
-    return max(1 << 16, min(block_size, largest), min(PART, whole))
+    return max(LEAST_BUFFER, min(block_size, largest), min(PART, whole))
 
 
 class Scan:

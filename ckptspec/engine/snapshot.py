@@ -37,7 +37,7 @@ class Replica:
 
 
 class Placed:
-    """A snapshot laid out by what all ranks declared together: what this rank stores, and what it holds as a replica."""
+    """A snapshot laid out by what all ranks declared: what this rank stores, and what it holds as a replica."""
 
     def __init__(self, snapshot: Snapshot, declared: Declaration, rank: int, copies: int) -> None:
         self._snapshot = snapshot
@@ -65,10 +65,11 @@ class Placed:
                 continue
             place = self._placement(entry.layout)
             held = place.boxes(entry.shape, self._rank)
-            if held != tuple(b for b in self._snapshot.boxes[name] if not b.empty):
+            own = self._snapshot.boxes[name]
+            if held != own and held != tuple(b for b in own if not b.empty):
                 raise self._differs(name, held)
             itemsize = dtype(entry.dtype).itemsize
-            boxes = place.stored(entry.shape, itemsize, name, self._copies, self._rank)
+            boxes = place.kept(held, itemsize, name, self._copies, self._rank)
             if boxes:
                 yield Stored(name, entry.dtype, entry.shape, boxes, holding)
 

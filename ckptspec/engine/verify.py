@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from ckptspec.check import catalogs
-from ckptspec.check.advice import OtherStep, Situation, advise
+from ckptspec.check.advice import PASSED_OVER, OtherStep, Situation, advise
 from ckptspec.check.manifests import check_manifest
 from ckptspec.check.registry import capped, fault
 from ckptspec.check.targets import check_target
 from ckptspec.check.verdicts import Loss, losses, verdicts
-from ckptspec.engine.documents import read_shard
+from ckptspec.engine.documents import load_manifest, read_shard
 from ckptspec.engine.files import NotRegularError, entries, opened
 from ckptspec.engine.locate import AllBadError, Located, Skipped, newest, read_manifest, resolve, step_finding
 from ckptspec.engine.pool import DEFAULT_BUDGET, Pool
@@ -25,7 +25,7 @@ from ckptspec.format.catalog import ShardDocument
 from ckptspec.format.manifest import NAME, Manifest, decode
 from ckptspec.format.report import Finding, Report
 from ckptspec.format.shard import TRAILER, Header
-from ckptspec.format.target import Target
+from ckptspec.format.target import Target, resized
 
 CHOICES = ("schema", "manifest", "shards", "bytes")
 _MEDIA = (errno.EIO, errno.ESTALE, errno.ENODATA, errno.EBADMSG)  # the storage fails, not the permission to look
@@ -46,9 +46,8 @@ class _Walk:
     hashed: int = 0
     headers: dict[int, Header] = field(default_factory=dict)
 
-    @property
-    def ok(self) -> bool:
-        """True while no finding is an error: the gate to the next level [Q-GATES]."""
+    def sound(self) -> bool:
+        """Return True while no finding is an error: the gate to the next level [Q-GATES]."""
         return not any(f.severity == "error" for f in self.findings)
 
 
@@ -76,9 +75,9 @@ def validate(
     except NotCommittedError as e:
         walk.findings.append(Finding.of_error(e))
     if walk.located is not None:
-        walk.findings += [_warning(skipped) for skipped in walk.located.skipped]
+        walk.findings += [_warning(s) for s in walk.located.skipped if s.path != walk.located.folder]
         _descend(walk, walk.located.folder, level, target, expect_digest)
-    return _report(walk, level)
+    return _report(walk)
 
 
 def _moved(skipped: Skipped) -> Finding:
@@ -90,22 +89,25 @@ def _moved(skipped: Skipped) -> Finding:
 
 def _warning(skipped: Skipped) -> Finding:
     moved = _moved(skipped)
-    return replace(moved, severity="warning", message=f"this newer checkpoint was passed over: {moved.message}")
+    if moved.severity != "error":
+        return moved
+    message = f"this newer checkpoint was passed over: {moved.message}"
+    return replace(moved, severity="warning", message=message, advice=(PASSED_OVER,))
 
 
 def _descend(walk: _Walk, folder: str, level: str, target: Target | None, expect_digest: str | None) -> None:
     wanted = CHOICES.index(level)
     _read_manifest(walk, folder, expect_digest)
-    if walk.manifest is None or not walk.ok or (wanted == 0 and target is None):
+    if walk.manifest is None or not walk.sound() or (wanted == 0 and target is None):
         return
     walk.level = "manifest"
     walk.findings += check_manifest(walk.manifest)
-    if not walk.ok:
+    if not walk.sound():
         return
     wrong_target = [] if target is None else list(check_target(walk.manifest, target))
     if wanted >= 2:
         gathered = _check_shards(walk, folder, walk.manifest)
-        if wanted == 3 and walk.ok:
+        if wanted == 3 and walk.sound():
             _check_bytes(walk, folder, walk.manifest, gathered)
     walk.findings += wrong_target
 
@@ -155,7 +157,8 @@ def _check_shards(walk: _Walk, folder: str, manifest: Manifest) -> catalogs.Gath
     bad = set(range(manifest.world_size)) - gathered.indexes.keys()
     if bad:
         walk.loss = losses(manifest, bad)
-        found[0] = replace(found[0], message=f"{found[0].message}; {walk.loss.intact()}")
+        first = next(i for i, f in enumerate(found) if f.where.rank in bad)
+        found[first] = replace(found[first], message=f"{found[first].message}; {walk.loss.intact()}")
     if not any(f.severity == "error" and f.where.rank not in bad for f in found):
         found += catalogs.finish(gathered)
     walk.findings += found
@@ -177,12 +180,12 @@ def _each_shard(walk: _Walk, folder: str, manifest: Manifest, gathered: catalogs
             yield fault("B-READ", "the shard cannot be read", where, None, e.strerror)
             continue
         yield from gathered.add(entry.rank, document)
-        walk.hashed += _looked_at(document)
+        walk.hashed += _looked_at(document) + entry.index_nbytes
         walk.headers[entry.rank] = document.header
 
 
 def _looked_at(document: ShardDocument) -> int:
-    """Return the bytes of a shard that the level `shards` checks: header, state, index and trailer."""
+    """Return the bytes that the level `shards` checks in a shard beside its index: header, state and trailer."""
     index = document.index
     return index.header_nbytes + index.state.nbytes + TRAILER.size
 
@@ -217,9 +220,9 @@ def _each_payload(
             )
 
 
-def _report(walk: _Walk, level: str) -> Report:
+def _report(walk: _Walk) -> Report:
     manifest = walk.manifest
-    counsel = advise(walk.findings, _situation(walk, level))
+    counsel = advise(walk.findings, _situation(walk))
     total = walk.manifest_nbytes + (manifest.nbytes if manifest is not None else 0)
     return Report(
         path=walk.path,
@@ -236,12 +239,12 @@ def _report(walk: _Walk, level: str) -> Report:
     )
 
 
-def _situation(walk: _Walk, level: str) -> Situation:
+def _situation(walk: _Walk) -> Situation:
     manifest = walk.manifest
     run = walk.located.run if walk.located is not None else walk.path
     step = manifest.step if manifest is not None else _named_step(walk)
     good: tuple[OtherStep, ...] = ()
-    if not walk.ok and walk.located is not None and run is not None and step is not None:
+    if not walk.sound() and walk.located is not None and run is not None and step is not None:
         good = tuple(_older(run, step))
     return Situation(
         path=walk.located.folder if walk.located is not None else walk.path,
@@ -250,7 +253,7 @@ def _situation(walk: _Walk, level: str) -> Situation:
         step=step,
         wall_clock_seconds=manifest.wall_clock_seconds if manifest is not None else None,
         good=good,
-        level=level,
+        newer=walk.located.skipped[0].path if walk.located is not None and walk.located.skipped else None,
     )
 
 
@@ -268,3 +271,15 @@ def _older(run: str, step: int) -> Iterator[OtherStep]:
     if found.path is not None and found.manifest is not None:
         m = found.manifest
         yield OtherStep(m.step, found.path, m.nbytes, m.wall_clock_seconds)
+
+
+def resized_target(path: str | os.PathLike[str], sizes: Mapping[str, int]) -> Target | None:
+    """Return the target that the checkpoint at `path` is with its own axes at other `sizes`, by name.
+
+    None where no good manifest is there: `validate` then says why. Raises PlanError [R-TARGET] for an unknown axis.
+    """
+    try:
+        _, manifest = load_manifest(path)
+    except (FormatError, NotCommittedError):
+        return None
+    return resized(manifest, sizes)

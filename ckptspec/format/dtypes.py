@@ -10,7 +10,7 @@ from ckptspec.errors import FormatError
 
 @dataclass(frozen=True)
 class DType:
-    """One element type: torch's name, bytes of storage per element, values per element, and numpy's name if it has one."""
+    """One element type: torch's name, bytes of storage and values per element, and numpy's name if any."""
 
     name: str
     itemsize: int

@@ -73,8 +73,12 @@ class Placement(ABC):
 
     def stored(self, shape: Sequence[int], itemsize: int, name: str, copies: int, rank: int) -> tuple[Box, ...]:
         """Return what `rank` stores, before it is cut into chunks [T-HOLD]; `itemsize` is bytes an element."""
+        return self.kept(self.boxes(shape, rank), itemsize, name, copies, rank)
+
+    def kept(self, held: Sequence[Box], itemsize: int, name: str, copies: int, rank: int) -> tuple[Box, ...]:
+        """Return what `rank` stores of the boxes it holds, for a caller that has them already."""
         kept: list[Box] = []
-        for box in self.boxes(shape, rank):
+        for box in held:
             kept += share(box, self.group(rank, box), rank, itemsize, name, copies)
         return tuple(kept)
 

@@ -64,7 +64,7 @@ class Member:
 
 @dataclass(frozen=True)
 class FlatGroup:
-    """ZeRO's concatenated 1-D buffer: its elements, what lies in it, and the tensors (by kind) that share its geometry."""
+    """ZeRO's concatenated 1-D buffer: its elements, what lies in it, and the tensors by kind that share it."""
 
     numel: int
     members: tuple[Member, ...]
@@ -184,8 +184,8 @@ def _compact(value: Any) -> str:
 
 def _group_lines(name: str, group: Mapping[str, Any]) -> str:
     members = ",\n   ".join(_compact(m) for m in group["members"])
-    rest = _compact(group["tensors"])
-    return f'{_compact(name)}: {{"numel": {group["numel"]}, "members": [\n   {members}],\n   "tensors": {rest}}}'
+    rest = _compact({k: v for k, v in group.items() if k not in ("numel", "members")})  # fields we do not know as well
+    return f'{_compact(name)}: {{"numel": {_compact(group["numel"])}, "members": [\n   {members}],\n   {rest[1:]}'
 
 
 def _field_lines(key: str, value: Any) -> str:
@@ -200,7 +200,7 @@ def _field_lines(key: str, value: Any) -> str:
 
 
 def dump_document(fields: Mapping[str, Any]) -> bytes:
-    """Return the sealed bytes of a manifest document, one entry a line [L-TAIL] [L-DIGEST]; a digest in it is replaced."""
+    """Return the sealed bytes of a manifest document, one entry a line [L-TAIL] [L-DIGEST]."""
     lines = (_field_lines(k, v) for k, v in fields.items() if k != "manifest_digest")
     return lexical.seal(("{\n " + ",\n ".join(lines) + ",\n").encode())
 
@@ -325,11 +325,12 @@ def decode(data: bytes) -> Decoded:
     if any(f.severity == "error" for f in findings):
         return Decoded(None, "lexical", findings)
     found = list(findings)
-    found += version_findings(doc)
+    fields = doc or {}
+    found += version_findings(fields)
     if not any(f.severity == "error" for f in found):
-        found += schemas.check("manifest", doc, minor=minor(doc))
+        found += schemas.check("manifest", fields, minor=minor(fields))
     bad = any(f.severity == "error" for f in found)
-    return Decoded(None if bad or doc is None else from_document(doc), "schema", tuple(found))
+    return Decoded(None if bad else from_document(fields), "schema", tuple(found))
 
 
 def raise_finding(finding: Finding) -> None:

@@ -21,14 +21,14 @@ def refusals(schema: Schema, document: Any, place: Place, error: Any, file: str 
     `schema` is the one that was asked, about the value at `place` of `document`; `error` is jsonschema_rs's.
     """
     rule, holder, asked = _asserted(schema, error.schema_path)
-    place = (*place, *error.instance_path)
+    place, value = _located(document, (*place, *error.instance_path))
     keyword = error.schema_path[-1]
     if keyword == "additionalProperties" and asked is False:
         known = holder.get("properties", {})
-        for field in (x for x in _at(document, place) if x not in known):
+        for field in getattr(error.kind, "unexpected", None) or [x for x in value if x not in known]:
             yield Finding(rule, "error", UNKNOWN_FIELD, Where(file, pointer((*place, field))))
         return
-    found: str | None = _shown(_at(document, place))
+    found: str | None = _shown(value)
     inner = getattr(error.kind, "error", None)  # set where the name of a field is what was refused
     if inner is not None:
         place, found = (*place, inner.instance), _shown(inner.instance)
@@ -51,16 +51,32 @@ def _asserted(schema: Schema, path: Sequence[Any]) -> tuple[str, Schema, Any]:
     for step in path:
         holder, node = node, node[step]
         if step == "$ref":  # some versions name the reference, some go straight to `$defs`
-            node = _at(schema, node.removeprefix("#/").split("/"))
+            node = schema["$defs"][node.removeprefix("#/$defs/")]
         if isinstance(node, dict):
             rule = node.get("$comment", rule)
     return rule, holder, node
 
 
-def _at(document: Any, place: Sequence[Any]) -> Any:
-    for step in place:
-        document = document[step]
-    return document
+def _located(document: Any, steps: Place) -> tuple[Place, Any]:
+    """Return the steps as the document has them, and the value they lead to.
+
+    jsonschema_rs gives a field called "007" as the step 7 and leaves out one called "": both are put right here.
+    """
+    place: Place = ()
+    for step in steps:
+        if isinstance(document, dict) and step not in document:
+            if str(step) not in document and "" in document:
+                place, document = (*place, ""), document[""]
+            if isinstance(document, dict):
+                step = next((k for k in (str(step), *document) if k in document and _is_step(k, step)), None)
+        if step is None or not isinstance(document, (dict, list)):
+            break
+        place, document = (*place, step), document[step]
+    return place, document
+
+
+def _is_step(field: str, step: Any) -> bool:
+    return field == str(step) or field.removeprefix("+").lstrip("0") == str(step).lstrip("0")
 
 
 def _shown(value: Any) -> str:

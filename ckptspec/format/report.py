@@ -65,7 +65,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Cost:
-    """What following an advice costs: bytes read, peak memory in bytes, training steps and seconds lost (None: unknown)."""
+    """What following an advice costs: bytes read, peak memory in bytes, steps and seconds lost (None: unknown)."""
 
     bytes_read: int = 0
     peak_memory: int = 0
@@ -75,7 +75,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do next: `argv` is the command (nothing taken from inside a checkpoint enters it), `loses` what it gives up."""
+    """What to do next: `argv` is the command (nothing in it comes from a checkpoint), `loses` what it gives up."""
 
     id: str
     code: str
@@ -130,7 +130,9 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0 when clean (warnings allowed), 1 with an error finding."""
+        """0 when clean (warnings allowed), 1 with an error finding, 4 for a run folder with no checkpoint at all."""
+        if any(f.code == "C-EMPTY" for f in self.findings):
+            return 4
         return 0 if self.ok else 1
 
     @property

@@ -80,8 +80,9 @@ def check(name: str, document: Any, *, minor: int = 0) -> Iterator[Finding]:
     try:
         yield from islice(findings, LIMIT)
         hidden = list(findings)
-    except (ValueError, RecursionError) as e:  # a lone surrogate, or deeper than the lexical rules let through
-        yield Finding("L-UTF8", "error", "not a document JSON can hold", Where(file), None, type(e).__name__)
+    except (ValueError, RecursionError) as e:  # what the lexical rules do not let through
+        code = "L-UTF8" if isinstance(e, UnicodeError) else "L-DEPTH"
+        yield Finding(code, "error", "not a document that JSON can hold", Where(file), None, type(e).__name__)
         return
     if hidden:
         graver = min(hidden, key=lambda f: f.severity != "error")

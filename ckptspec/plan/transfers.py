@@ -73,7 +73,7 @@ class Locator:
 
     def choose(self, part: Part) -> int:
         """Return the rank to read a part from: the preferred one where it stores a copy, else the first."""
-        return self.prefer if self.prefer in part.ranks else part.ranks[0]  # type: ignore[return-value]
+        return self.prefer if self.prefer is not None and self.prefer in part.ranks else part.ranks[0]
 
 
 def needed(locator: Locator, needs: Iterable[Need]) -> dict[int, list[Part]]:

@@ -16,7 +16,8 @@ from ckptspec.engine.locate import newest_manifest
 from ckptspec.engine.pool import DEFAULT_BUDGET, shared_pool
 from ckptspec.format.manifest import Manifest
 from ckptspec.pytorch import group
-from ckptspec.pytorch.capture import REPLICATED, capture, snapshot
+from ckptspec.pytorch.capture import REPLICATED, capture
+from ckptspec.pytorch.declare import snapshot
 from ckptspec.pytorch.load import Cast, LoadResult, Options
 from ckptspec.pytorch.load import load as run_load
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,16 +11,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ckptspec.engine.snapshot import Snapshot
 from ckptspec.errors import StateError, Where
 from ckptspec.format import objects
 from ckptspec.format.box import Box
-from ckptspec.format.declaration import Declaration
 from ckptspec.format.dtypes import DTYPES
 from ckptspec.format.layout import BoxesLayout, Layout, LocalLayout, Mesh, MeshLayout
-from ckptspec.format.manifest import FlatGroup, Member, TensorEntry
-from ckptspec.format.names import escape, name_fault
+from ckptspec.format.manifest import TensorEntry
+from ckptspec.format.names import escape
 from ckptspec.format.objects import DeviceValue, DTypeValue, SizeValue, TensorRef
+from ckptspec.format.pause import collector_paused
 from ckptspec.format.placement import resolve
 from ckptspec.pytorch.holding import TorchHolding
 from ckptspec.pytorch.layouts import WORLD, device_mesh, flat, placed, world_mesh
@@ -97,7 +95,8 @@ def capture(state: Any, *, rank: int, world: int, plain: str = REPLICATED, tie: 
     if type(state) not in (*_DICTS, list, tuple):
         raise StateError("a state is a dict, list or tuple", rule="P-STATE", found=type(state).__name__)
     walk = _Walk(Capture(rank, world, plain), tie)
-    walk.out.tree = walk.node(state, "", plain == LOCAL, 0)
+    with collector_paused():
+        walk.out.tree = walk.node(state, "", plain == LOCAL, 0)
     return walk.out
 
 
@@ -128,7 +127,7 @@ class _Walk:
 
     def container(self, value: Any, name: str, local: bool, depth: int) -> Any:
         if depth > DEPTH_LIMIT:
-            raise _refuse(name, f"nested more than {DEPTH_LIMIT} deep, or containing itself")
+            raise refuse(name, f"nested more than {DEPTH_LIMIT} deep, or containing itself")
         prefix = f"{name}/" if name else ""
         node = self.node
         if isinstance(value, dict):
@@ -150,10 +149,10 @@ class _Walk:
         self.out.meshes.setdefault(mesh_name, mesh)
         place = resolve(layout, {mesh_name: mesh})
         held = place.local_shape(t.shape, self.out.rank)
-        local = t.detach().to_local()
+        local = t.to_local().detach()
         if held is None or tuple(held) != tuple(local.shape):
             found = f"{list(local.shape)} of {list(t.shape)}, {list(map(str, t.placements))}"
-            raise _refuse(name, "the local tensor is not what its placements say", rank=self.out.rank,
+            raise refuse(name, "the local tensor is not what its placements say", rank=self.out.rank,
                           expected=f"shape {list(held or ())}", found=found)  # fmt: skip
         boxes = place.boxes(t.shape, self.out.rank)
         return self.add(local, name, layout_name, layout, tuple(t.shape), boxes, parameter=_is_parameter(t))
@@ -173,13 +172,13 @@ class _Walk:
         boxes = tuple(Box(tuple(map(int, o)), tuple(map(int, n))) for o, n in s.boxes)
         boxes = tuple(b for b in boxes if not b.empty)
         if sum(b.numel for b in boxes) != s.tensor.numel():
-            raise _refuse(name, "the boxes do not add up to the tensor", rank=self.out.rank,
+            raise refuse(name, "the boxes do not add up to the tensor", rank=self.out.rank,
                           expected=f"{s.tensor.numel()} elements", found=str(sum(b.numel for b in boxes)))  # fmt: skip
         layout = BoxesLayout(tuple((self.out.rank, b) for b in boxes))
         place = resolve(layout, {})
         held = place.local_shape(s.shape, self.out.rank) if boxes else tuple(s.tensor.shape)
         if held != tuple(s.tensor.shape):
-            raise _refuse(name, "the boxes put together are not the tensor", rank=self.out.rank,
+            raise refuse(name, "the boxes put together are not the tensor", rank=self.out.rank,
                           expected=f"shape {list(s.tensor.shape)}", found=f"{held}")  # fmt: skip
         return self.add(s.tensor, name, f"boxes:{name}", layout, tuple(map(int, s.shape)), boxes)
 
@@ -204,16 +203,15 @@ class _Walk:
                 self.out.aliases[name] = first
                 return TensorRef(first)
         if name in self.out.leaves or name in self.out.aliases:
-            raise _refuse(name, "two keys have one name", rule="P-NAME")
-        if fault := name_fault(name):
-            raise _refuse(name, fault, rule="N-NAME")
+            raise refuse(name, "two keys have one name", rule="P-NAME")
         self.out.layouts.setdefault(layout_name, layout)
         role = _role(name, t, layout_name, parameter)
         self.out.leaves[name] = Leaf(TensorEntry(dtype, shape, layout_name, role), boxes, t, padding)
         return TensorRef(name)
 
 
-def _refuse(name: str, message: str, *, rank: int | None = None, rule: str = "P-STATE", **details: Any) -> StateError:
+def refuse(name: str, message: str, *, rank: int | None = None, rule: str = "P-STATE", **details: Any) -> StateError:
+    """Return the error that names the key of what cannot be saved, and why."""
     return StateError(message, rule=rule, where=Where(tensor=name, rank=rank), **details)
 
 
@@ -221,7 +219,7 @@ def _from_numpy(array: Any, name: str) -> Tensor:
     try:
         return torch.from_numpy(array)
     except (TypeError, ValueError) as e:
-        raise _refuse(name, f"torch cannot hold this numpy array: {e}") from None
+        raise refuse(name, f"torch cannot hold this numpy array: {e}") from None
 
 
 _DTYPE_NAMES = {getattr(torch, n): n for n in DTYPES if hasattr(torch, n)}
@@ -230,13 +228,13 @@ _DTYPE_NAMES = {getattr(torch, n): n for n in DTYPES if hasattr(torch, n)}
 def _dtype(t: Tensor, name: str) -> str:
     """Return the dtype's name; raises StateError for a tensor that is not plain strided memory of a known dtype."""
     if type(t) not in _PLAIN:
-        raise _refuse(name, "a tensor subclass has no plain bytes", found=type(t).__name__)
+        raise refuse(name, "a tensor subclass has no plain bytes", found=type(t).__name__)
     if t.layout is not torch.strided or t.is_meta or t.is_quantized or t.is_nested:
         kind = "a meta tensor" if t.is_meta else f"a {t.layout} tensor"
-        raise _refuse(name, f"{kind} holds no bytes that can be stored")
+        raise refuse(name, f"{kind} holds no bytes that can be stored")
     dtype = _DTYPE_NAMES.get(t.dtype)
     if dtype is None:
-        raise _refuse(name, "this dtype cannot be stored", rule="T-DTYPE", found=str(t.dtype))
+        raise refuse(name, "this dtype cannot be stored", rule="T-DTYPE", found=str(t.dtype))
     return dtype
 
 
@@ -254,99 +252,3 @@ def _role(name: str, t: Tensor, layout: str, parameter: bool) -> str:
     if layout.startswith("flat:") or top in ("optimizer", "optim"):
         return "optimizer"
     return "rng" if top == "rng" else "other"
-
-
-def flat_groups(capture: Capture) -> dict[str, FlatGroup]:
-    """Return the flat groups of a walked state; raises StateError where tensors of one group differ in geometry."""
-    out = {}
-    for group, shards in capture.groups.items():
-        name, first = shards[0]
-        if fault := name_fault(group):
-            raise _refuse(name, f"group name: {fault}", rule="N-NAME")
-        members = next((s.members for _, s in shards if s.members), ())
-        for other, shard in shards[1:]:
-            same = (shard.offset, shard.numel, shard.ranks, shard.bounds, len(shard.tensor))
-            if same != (first.offset, first.numel, first.ranks, first.bounds, len(first.tensor)) or (
-                shard.members and shard.members != members
-            ):
-                raise _refuse(other, f"differs in geometry from {name!r}, of the same group {group!r}")
-        last = [n.rsplit("/", 1)[-1] for n, _ in shards]
-        keys = last if len(set(last)) == len(last) else [n for n, _ in shards]
-        tensors = dict(zip(keys, (n for n, _ in shards), strict=True))
-        out[group] = FlatGroup(first.numel, tuple(_members(members, first.numel, name)), tensors)
-    return out
-
-
-def _members(members: Any, numel: int, name: str) -> Iterator[Member]:
-    """Yield the members; raises StateError [G-TILE] where they do not tile the buffer."""
-    end = 0
-    for m in members:
-        of = m.get("of")
-        shape = tuple(map(int, m["shape"]))
-        if m["offset"] != end:
-            raise _refuse(name, "members must tile the buffer", rule="G-TILE", expected=f"offset {end}", found=repr(m))
-        yield Member(
-            m["name"],
-            int(m["offset"]),
-            shape,
-            tuple(map(int, of["shape"])) if of else None,
-            tuple(map(int, of["offsets"])) if of else None,
-        )
-        end += Box.whole(shape).numel
-    if members and end != numel:
-        raise _refuse(name, "members must tile the buffer", rule="G-TILE", expected=str(numel), found=str(end))
-
-
-def object_kinds(capture: Capture, names: Mapping[str, bytes]) -> dict[str, str]:
-    """Return for each object `rank` where it, or anything in or around it, is Local, else `same`."""
-    if capture.plain == LOCAL or "" in capture.private:
-        return dict.fromkeys(names, "rank")
-    inside = {p[:i] for p in capture.private for i in range(len(p)) if p[i] == "/"} | capture.private
-
-    def private(name: str) -> bool:
-        return name in inside or any(name[:i] in capture.private for i in range(len(name)) if name[i] == "/")
-
-    return {name: "rank" if private(name) else "same" for name in names}
-
-
-def snapshot(capture: Capture) -> Snapshot:
-    """Return what the engine saves of a walked state: declaration, packed state tree, holdings and object bytes."""
-    packed = objects.objects(capture.tree, encode=encode_value)
-    for name in packed.keys() & (capture.leaves.keys() | capture.aliases.keys()):
-        raise _refuse(name, "two keys have one name", rule="P-NAME")
-    declaration = Declaration(
-        capture.meshes,
-        capture.layouts,
-        {n: leaf.entry for n, leaf in capture.leaves.items()},
-        object_kinds(capture, packed),
-        flat_groups(capture),
-        capture.aliases,
-    )
-    state = objects.pack(capture.tree, encode=encode_value)
-    holdings = {n: leaf.holding for n, leaf in capture.leaves.items()}
-    local = {n: tuple(leaf.tensor.shape) for n, leaf in capture.leaves.items() if leaf.entry.shape is None}
-    return Snapshot(declaration, state, holdings, {n: leaf.boxes for n, leaf in capture.leaves.items()}, local, packed)
-
-
-Replace = Callable[[str], Any]
-
-
-def replace_values(node: Any, name: str, values: Mapping[str, Any]) -> Any:
-    """Put the checkpoint's Python values into `node` in place, by name; return `node`, or what stands in its stead."""
-    if name in values:
-        return Local(values[name]) if type(node) is Local else values[name]
-    prefix = f"{name}/" if name else ""
-    if isinstance(node, dict):
-        for key, child in node.items():
-            node[key] = replace_values(child, prefix + escape(str(key)), values)
-        return node
-    if type(node) is list:
-        node[:] = [replace_values(child, f"{prefix}{i}", values) for i, child in enumerate(node)]
-        return node
-    if type(node) is tuple:
-        new = tuple(replace_values(child, f"{prefix}{i}", values) for i, child in enumerate(node))
-        return node if all(a is b for a, b in zip(node, new, strict=True)) else new
-    if type(node) is Local:
-        inner = replace_values(node.value, name, values)
-        return node if inner is node.value else Local(inner)
-    return node

@@ -8,6 +8,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import distributed_c10d
 
 from ckptspec.engine.channel import Channel, LocalStore
 from ckptspec.errors import SaveError
@@ -34,10 +36,11 @@ def world() -> World:
 def _store() -> Any:
     """Return a store connection of our own: the process group's, cloned, or the launcher's agent store."""
     if dist.is_available() and dist.is_initialized():
-        return dist.distributed_c10d._get_default_store().clone()
+        store: Any = distributed_c10d._get_default_store()
+        return store.clone()
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False)
+        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False)
     raise SaveError(
         "WORLD_SIZE is above 1 but the ranks have no store to agree over",
         rule="P-AGREE",
@@ -51,7 +54,7 @@ _channels: dict[tuple[int, int, int], Channel] = {}
 def channel(silence: float = DEFAULT_SILENCE) -> Channel:
     """Return this process's channel, opened at the first call and again when the process group is another one."""
     here = world()
-    group = id(dist.distributed_c10d._get_default_group()) if dist.is_available() and dist.is_initialized() else 0
+    group = id(distributed_c10d._get_default_group()) if dist.is_available() and dist.is_initialized() else 0
     key = (here.rank, here.size, group)
     if key not in _channels:
         store = LocalStore() if here.size == 1 else _store()

@@ -68,7 +68,7 @@ class TorchHolding:
             or part.is_neg()
         ):
             return None
-        return memoryview(part.reshape(-1).view(torch.uint8).numpy())
+        return part.reshape(-1).view(torch.uint8).numpy().data
 
     def fill(self, box: Box, out: memoryview) -> None:
         """Copy the box's row-major bytes into `out`."""

@@ -25,8 +25,9 @@ from ckptspec.format.objects import TensorRef
 from ckptspec.format.placement import resolve
 from ckptspec.plan.transfers import Need
 from ckptspec.pytorch import group
-from ckptspec.pytorch.capture import Capture, Leaf, capture, decode_value, encode_value, replace_values
+from ckptspec.pytorch.capture import Capture, Leaf, capture, decode_value, encode_value
 from ckptspec.pytorch.holding import TorchHolding
+from ckptspec.pytorch.restore import replace_values
 from ckptspec.pytorch.select import Patterns, Selection, matches, select
 
 Cast = bool | Sequence[str]
@@ -96,7 +97,7 @@ def _agree_on(path: str | os.PathLike[str], attempt: Attempt, rank: int) -> tupl
     if manifest.digest != digest:
         raise PlanError(
             "this rank finds another checkpoint than rank 0",
-            rule="R-FOLDER",
+            rule="Q-FOLDER",
             where=Where(folder, rank=rank),
             expected=digest,
             found=manifest.digest,
@@ -271,7 +272,7 @@ def _clash(filled: dict[tuple[Any, ...], str], name: str, target: str, t: Tensor
         return None
     return PlanError(
         "two tensors share memory in the state but not in the checkpoint",
-        rule="R-ALIAS",
+        rule="Q-ALIAS",
         where=Where(tensor=name),
         expected=f"memory of its own: {other!r} is stored separately",
         found="tied",

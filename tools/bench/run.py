@@ -52,7 +52,8 @@ def main() -> int:
     warnings.simplefilter("ignore")
     if o.ranks > 1 and "RANK" not in os.environ:
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(o.ranks)]
-        env = {"GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore", **os.environ}
+        threads = str(max(1, (os.cpu_count() or 1) // o.ranks))
+        env = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": threads, "PYTHONWARNINGS": "ignore", **os.environ}
         return subprocess.call([*launch, *sys.argv], env=env)
     if o.ranks > 1:
         dist.init_process_group("gloo")

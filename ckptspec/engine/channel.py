@@ -1,0 +1,101 @@
+"""Owns the meeting of a job's ranks and its end; what they say in between is an attempt's."""
+
+from __future__ import annotations
+
+import atexit
+import time
+import weakref
+
+from ckptspec.engine.attempt import Attempt
+from ckptspec.engine.line import Line, StoreLostError
+from ckptspec.engine.opening import Opening, pauses
+from ckptspec.engine.seat import Seat
+from ckptspec.engine.store import LocalStore, Store
+
+__all__ = ["Attempt", "Channel", "LocalStore", "Store"]
+
+# Seconds rank 0 stays at its end, so that the others can still read the outcome from a store it may host.
+LINGER_COMMITTED = 30.0
+LINGER_FAILED = 3.0
+
+
+class Channel:
+    """What the ranks of one job agree over: opened by all of them together, then one attempt after the other.
+
+    `silence` is how many seconds a rank may give no sign of life before all others give up on it; it may be changed
+    between attempts, on all ranks alike. `opening` is how long the first meeting may take (default: `silence`). `host`
+    is the rank whose process serves the store, where that is known: it is named when the store is lost.
+
+    Raises SaveError [P-AGREE] naming the ranks that did not come.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        silence: float = 120.0,
+        *,
+        opening: float | None = None,
+        host: int | None = None,
+    ) -> None:
+        line = Line(store, threaded=world_size > 1)
+        self._stop = weakref.finalize(self, line.stop)
+        self._seat = Seat(line, rank, world_size, silence, host)
+        self._number = 0
+        try:
+            self._seat.incarnation = Opening(line, rank, world_size, silence if opening is None else opening).run()
+        except BaseException:
+            self._stop()
+            raise
+        atexit.register(_at_exit, weakref.ref(self))
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._seat.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._seat.world_size
+
+    @property
+    def silence(self) -> float:
+        """Seconds without a sign of life after which a rank counts as dead."""
+        return self._seat.silence
+
+    @silence.setter
+    def silence(self, seconds: float) -> None:
+        self._seat.silence = seconds
+
+    def attempt(self, kind: str = "save") -> Attempt:
+        """Begin the next save or load; every rank calls this the same number of times, in the same order."""
+        self._number += 1
+        return Attempt(self._seat, self._number, kind)
+
+    def close(self) -> None:
+        """End the channel; rank 0 first waits, for a while, until every rank has read how the last attempt ended."""
+        if not self._stop.alive:
+            return
+        try:
+            self._linger()
+        except StoreLostError:
+            self._seat.past.clear()  # there is no store left to keep alive for the others
+        self._stop()
+
+    def _linger(self) -> None:
+        if not self._seat.past:
+            return
+        last = self._seat.past[-1]
+        until = time.monotonic() + min(self.silence, LINGER_COMMITTED if last.committed else LINGER_FAILED)
+        for pause in pauses(1, self.silence):
+            if self._seat.acknowledged(last) or time.monotonic() > until:
+                return
+            time.sleep(pause)
+
+
+def _at_exit(reference: weakref.ref[Channel]) -> None:
+    channel = reference()
+    if channel is not None and channel._seat.line.ours:
+        channel.close()
