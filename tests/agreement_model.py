@@ -57,7 +57,7 @@ def start(ranks: int, deaths: int, breaks: int, losses: int, rumours: bool) -> W
 
 
 def put(w: World, rank: int, proc: Proc) -> World:
-    return replace(w, procs=w.procs[:rank] + (proc,) + w.procs[rank + 1 :])
+    return replace(w, procs=(*w.procs[:rank], proc, *w.procs[rank + 1 :]))
 
 
 def feed(w: World, rank: int, event: ag.Event, **changes: object) -> World:
@@ -73,8 +73,8 @@ def feed(w: World, rank: int, event: ag.Event, **changes: object) -> World:
     return put(w, rank, proc)
 
 
-def successors(w: World) -> Iterator[World]:
-    yield from accidents(w)
+def steps(w: World) -> Iterator[World]:
+    """Yield the worlds after one step that needs no accident."""
     for rank, proc in enumerate(w.procs):
         yield from messages(w, rank, proc)
         if proc.dead:
@@ -87,15 +87,15 @@ def successors(w: World) -> Iterator[World]:
 
 
 def accidents(w: World) -> Iterator[World]:
+    """Yield the worlds after one accident more: the store, a rank or a connection dies, or a rank raises."""
     if w.losses and w.store:
         yield replace(w, store=False, losses=w.losses - 1)
     for rank, proc in enumerate(w.procs):
         if w.deaths and not proc.dead:
             yield put(replace(w, deaths=w.deaths - 1), rank, replace(proc, dead=True))
-        if proc.free and w.breaks:
-            # The coordinator's program between decision and telling breaks in its own ways: see `commit`.
-            if not (rank == 0 and proc.state.stage is Stage.COMMITTING):
-                yield feed(replace(w, breaks=w.breaks - 1), rank, ag.Broke(Failure("broke", rank)))
+        # The coordinator's program between decision and telling breaks in its own ways: see `commit`.
+        if proc.free and w.breaks and not (rank == 0 and proc.state.stage is Stage.COMMITTING):
+            yield feed(replace(w, breaks=w.breaks - 1), rank, ag.Broke(Failure("broke", rank)))
         if proc.free and w.losses:
             yield feed(replace(w, losses=w.losses - 1), rank, ag.Lost(Failure("lost", None, "store")), sent=())
 
@@ -204,28 +204,47 @@ def faults(w: World) -> Iterator[str]:
 
 
 def stuck(w: World) -> Iterator[str]:
-    """Yield the ranks that never end, in a world where nothing more can happen."""
+    """Yield the ranks that never end, in a world where only accidents can still happen."""
     for rank, proc in enumerate(w.procs):
         if not proc.done:
             yield f"rank {rank} waits for ever in {proc.state.stage.value}"
 
 
 def explore(first: World) -> tuple[int, set[tuple[Stage, ...]], list[str]]:
-    """Walk everything reachable; return how many worlds there are, the ends of the ranks alive, and the faults."""
-    seen, todo = {first}, [first]
-    ends: set[tuple[Stage, ...]] = set()
-    found: list[str] = []
+    """Walk everything reachable; return how many worlds there are, how the ranks alive can end, and the faults.
+
+    No world is reached twice on one path, so every path ends, and a rank that waits for ever is found at an end.
+    """
+    after: dict[World, set[World]] = {}
+    todo, ends, found = [first], set[tuple[Stage, ...]](), list[str]()
     while todo:
         w = todo.pop()
+        if w in after:
+            continue
         found += faults(w)
-        after = list(successors(w))
-        if not after:
+        going = {x for x in steps(w) if x != w}
+        if not going:
             found += stuck(w)
             ends.add(tuple(p.state.stage for p in w.procs if not p.dead))
-        new = {x for x in after if x not in seen}
-        seen |= new
-        todo += new
-    return len(seen), ends, found
+        after[w] = going | set(accidents(w))
+        todo += after[w]
+    assert ordered(after), "a path of steps leads back to where it was"
+    return len(after), ends, found
+
+
+def ordered(after: dict[World, set[World]]) -> bool:
+    """Return whether no path leads back: worlds without a way in are taken off until none is left."""
+    ways = dict.fromkeys(after, 0)
+    for targets in after.values():
+        for w in targets:
+            ways[w] += 1
+    todo = [w for w, n in ways.items() if n == 0]
+    for w in todo:
+        for x in after[w]:
+            ways[x] -= 1
+            if ways[x] == 0:
+                todo.append(x)
+    return len(todo) == len(after)
 
 
 __all__ = ["COMMIT", "explore", "start"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -125,6 +126,12 @@ def test_what_is_imported_for_types_alone_is_not_imported_when_it_runs() -> None
     for module, name in TYPES_ONLY:
         script = f"import sys, {module}; sys.exit({name!r} in sys.modules)"
         assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
+
+
+def test_every_package_is_installed() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    listed = set(re.findall(r'"(ckptspec[.\w]*)",\n', text[text.index("packages = [") :]))
+    assert listed == {module_of(p) for p in FILES if p.name == "__init__.py"} | {"ckptspec_schema"}
 
 
 def test_a_module_is_short_enough_to_read() -> None:

@@ -94,16 +94,6 @@ def test_every_lexical_rule_has_a_valid_and_an_invalid_case() -> None:
     assert {case.rule for case in CASES.values() if not case.codes} == rules
 
 
-def test_a_lexical_case_says_in_data_what_is_expected() -> None:
-    files = lexical_cases.files(BODY)
-    assert len(files) == 2 * len(CASES)
-    for name, case in CASES.items():
-        document = json.loads(files[f"lexical/{name}/case.json"])
-        assert document["expected"] == {"exit_code": int(bool(case.codes)), "codes": list(case.codes)}
-        assert document["rules"] == [case.rule]
-        assert files[f"lexical/{name}/{document['input']}"] == case.data
-
-
 def test_a_body_without_room_for_a_note_is_refused() -> None:
     with pytest.raises(ValueError, match="annotations"):
         lexical_cases.note(b"{", b"1")

@@ -16,7 +16,7 @@ from ckptspec.format.placement import storers
 from ckptspec.format.tiling import overlap
 
 Piece = tuple[int, tuple[int, ...], tuple[int, ...]]  # rank, offsets, sizes
-SPARE = 1 << 14  # pieces listed beyond the found ones before a tensor counts as not covered: a shape may imply 2^33
+SPARE = 1 << 12  # pieces listed beyond the found ones before a tensor counts as not covered: a shape may imply 2^33
 CORNER_DIMS = 6  # dimensions along which pieces may differ and still be compared exactly
 
 

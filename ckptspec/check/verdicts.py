@@ -8,13 +8,13 @@ from itertools import islice
 from math import prod
 
 from ckptspec.format.dtypes import DTYPES
-from ckptspec.format.layout import LocalLayout
+from ckptspec.format.layout import BoxesLayout, Layout, LocalLayout, MeshLayout
 from ckptspec.format.manifest import Manifest, TensorEntry
 from ckptspec.format.placement import resolve
 from ckptspec.format.report import Verdict
 
 SHOWN = 20  # tensors that get a verdict of their own
-STEPS = 1 << 20  # pairs of tensor and bad rank that are looked at; what comes after is said to be unknown
+STEPS = 1 << 20  # boxes of bad ranks that are looked at; what comes after is said to be unknown
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,24 @@ def losses(m: Manifest, bad: Collection[int]) -> Loss:
     gone: dict[str, int] = {}
     sizes: dict[str, int] = {}
     shared = {name: t for name, t in m.tensors.items() if t.shape is not None}
-    for name, t in islice(shared.items(), max(1, STEPS // max(1, len(bad)))):
+    steps = 0
+    for name, t in shared.items():
+        steps += len(bad) * boxes_a_rank(m.layouts[t.layout])
+        if steps > STEPS:
+            continue
         sizes[name] = prod(t.shape or ()) * DTYPES[t.dtype].itemsize
         if lost := _lost(m, name, t, bad):
             gone[name] = lost
     local = any(isinstance(m.layouts[t.layout], LocalLayout) for t in m.tensors.values())
     private = local or "rank" in m.objects.values()
     return Loss(tuple(sorted(bad)), gone, sizes, private, len(shared) - len(sizes))
+
+
+def boxes_a_rank(layout: Layout) -> int:
+    """Return how many boxes of one tensor a rank may hold: a few, unless a file asks for very many."""
+    if isinstance(layout, MeshLayout):
+        return prod(len(sizes) for sizes in layout.blocks.values())
+    return len(layout.boxes) if isinstance(layout, BoxesLayout) else 1
 
 
 def _lost(m: Manifest, name: str, t: TensorEntry, bad: Collection[int]) -> int:

@@ -19,7 +19,6 @@ from ckptspec.format.shard import TRAILER_MAGIC
 
 # The victim watches for its own shard; a save may rarely be over before it looks.
 ATTEMPTS = 3
-CLI = "import sys; from ckptspec.cli.main import main; sys.exit(main())"
 
 
 class DemoError(Exception):
@@ -148,10 +147,10 @@ def _verdict(demo: Demo, parts: Iterable[Part]) -> int:
     run_folder = shlex.quote(str(demo.root / "interrupted"))
     _say(
         "Look further:",
-        f"   ckptspec inspect {run_folder}",
-        f"   ckptspec validate {run_folder} --level bytes",
-        f"   ckptspec validate {run_folder} --world-size 8",
-        f"   ckptspec latest {run_folder} --format json",
+        f"   ckptspec inspect {run_folder}                   what is inside",
+        f"   ckptspec validate {run_folder} --level bytes    is every byte what was saved?",
+        f"   ckptspec validate {run_folder} --world-size 8   could it resume on 8 ranks, and if not, what then?",
+        f"   ckptspec latest {run_folder} --format json      where a job would resume",
         f"   rm -r {shlex.quote(str(demo.root))}",
     )
     return int(different)
@@ -171,7 +170,7 @@ def _entry(file: Path) -> str:
 
 def _show(*arguments: str) -> None:
     """Run the command line as a user would and print what it said."""
-    done = subprocess.run([sys.executable, "-c", CLI, *arguments], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-m", "ckptspec", *arguments], capture_output=True, text=True, timeout=60)
     said = [*done.stdout.splitlines(), *done.stderr.splitlines()]
     _say(f"   $ ckptspec {shlex.join(arguments)}", *(f"     {line}" for line in said))
     if done.returncode != 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import time
 import weakref
+from multiprocessing.util import Finalize
 
 from ckptspec.engine.attempt import Attempt
 from ckptspec.engine.line import Line, StoreLostError
@@ -49,6 +50,8 @@ class Channel:
             self._stop()
             raise
         atexit.register(_at_exit, weakref.ref(self))
+        # Children of multiprocessing end without atexit; they run these instead.
+        Finalize(None, _at_exit, (weakref.ref(self),), exitpriority=0)
 
     @property
     def rank(self) -> int:

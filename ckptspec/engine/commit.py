@@ -229,11 +229,10 @@ def _aside(staging: Staging, trace: Trace) -> str:
 
 def _show_manifest(staging: Staging, supersede: bool) -> None:
     target = os.path.join(staging.path, MANIFEST)
-    if supersede and os.path.lexists(target):
-        local.rename(staging.manifest, target)  # a file's rename: readers see the old one or the new one
-        return
     try:
-        if staging.link:
+        if supersede and os.path.lexists(target):
+            local.rename(staging.manifest, target)  # a file's rename: readers see the old one or the new one
+        elif staging.link:
             local.link(staging.manifest, target)
         else:
             local.write_file(target, local.read_file(staging.manifest, lexical.SIZE_LIMIT))

@@ -17,7 +17,7 @@ from ckptspec.engine.channel import Attempt, Channel
 from ckptspec.engine.pool import Pool
 from ckptspec.engine.snapshot import Placed, Snapshot
 from ckptspec.engine.writer import Written, plan_shard, write_shard
-from ckptspec.errors import CkptspecError, CommitUncertainError, SaveError, Where
+from ckptspec.errors import CommitUncertainError, SaveError, Where
 from ckptspec.format import declaration, manifest, shard
 from ckptspec.format.declaration import Declaration
 from ckptspec.format.manifest import Manifest, ShardEntry
@@ -66,16 +66,13 @@ def save(run: str, take: Callable[[], Snapshot], request: Request, channel: Chan
     job = _Save(run, take, request, channel, pool, attempt)
     try:
         return job.run_to_commit()
-    except CommitUncertainError:
-        raise
-    except (CkptspecError, OSError, MemoryError) as e:
-        agreed = attempt.fail(e)
-        job.abandon()
-        raise agreed from (None if agreed is e else e)
     except BaseException as e:
-        attempt.fail(e)
-        job.abandon()
-        raise
+        agreed = attempt.fail(e)
+        if not isinstance(agreed, CommitUncertainError):
+            job.abandon()
+        if not isinstance(e, Exception):
+            raise  # an interrupt stays one; the other ranks have been told
+        raise agreed from (None if agreed is e else e)
 
 
 Merged = tuple[Declaration, int]  # what is declared together, and in how many distinct ways

@@ -1,0 +1,105 @@
+"""What writers and readers promise and no other test proves: padding, strange dtypes, one fate for all ranks."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+
+import ckptspec
+from ckptspec.engine.documents import load_manifest, open_shard
+
+PACKAGE = Path(__file__).resolve().parents[1] / "ckptspec"
+COLLECTIVES = {
+    "all_gather", "all_gather_object", "all_reduce", "all_to_all", "barrier", "broadcast", "broadcast_object_list",
+    "gather", "gather_object", "monitored_barrier", "new_group", "reduce", "reduce_scatter", "scatter", "send", "recv",
+}  # fmt: skip
+
+
+def flat(values: torch.Tensor, numel: int) -> ckptspec.FlatShard:
+    members = [{"name": "w", "offset": 0, "shape": [numel]}]
+    return ckptspec.FlatShard(values, group="zero", offset=0, numel=numel, members=members)
+
+
+def test_padding_is_neither_stored_nor_left_as_it_was(tmp_path: Path) -> None:
+    noisy = torch.arange(1.0, 9.0)
+    ckptspec.save(tmp_path, {"m": flat(noisy, 5)}, step=1)
+    folder, manifest = load_manifest(tmp_path)
+    index = open_shard(folder, manifest.shards[0], manifest).index
+    assert [(c.box.sizes, c.nbytes) for c in index.chunks] == [((5,), 20)]
+    other = torch.arange(1.0, 9.0)
+    other[5:] = -7.0
+    ckptspec.save(tmp_path / "other", {"m": flat(other, 5)}, step=1)
+    assert open_shard(*_first(tmp_path / "other")).index.digests == index.digests
+    into = torch.full((8,), 9.0)
+    ckptspec.load(tmp_path, into={"m": flat(into, 5)})
+    assert into.tolist() == [1, 2, 3, 4, 5, 0, 0, 0]
+
+
+def _first(run: Path) -> tuple[str, ckptspec.ShardEntry, ckptspec.Manifest]:  # type: ignore[name-defined]
+    folder, manifest = load_manifest(run)
+    return folder, manifest.shards[0], manifest
+
+
+@pytest.mark.parametrize("name", ["complex32", "float4_e2m1fn_x2"])
+def test_a_dtype_that_numpy_lacks_is_an_error_never_other_numbers(name: str, tmp_path: Path) -> None:
+    raw = torch.arange(8, dtype=torch.uint8).view(getattr(torch, name))
+    ckptspec.save(tmp_path, {"t": raw, "u": torch.ones(2)}, step=1)
+    with pytest.raises(ckptspec.PlanError, match=name):
+        ckptspec.read(tmp_path)
+    assert ckptspec.read(tmp_path, ["u"])["u"].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("part", ["engine", "pytorch", "storage"])
+def test_nothing_that_saves_or_loads_calls_a_collective(part: str) -> None:
+    for path in (PACKAGE / part).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                module, _, called = ast.unparse(node.func).rpartition(".")
+                assert called not in COLLECTIVES or module not in ("dist", "torch.distributed"), (path.name, called)
+
+
+ONE_FATE = """
+import sys, torch, ckptspec
+from ranks import start_gloo
+rank, world = start_gloo()
+runs = sys.argv[1:3]
+into = {"own": ckptspec.Local(torch.zeros(2000)), "same": torch.zeros(5)}
+for path in (runs[0], runs[rank]):
+    try:
+        ckptspec.load(path, into=into, silence=30)
+    except ckptspec.CkptspecError as e:
+        print(type(e).__name__, e.rule)
+    else:
+        print("loaded")
+"""
+
+SAVE = """
+import sys, torch, ckptspec
+from ranks import start_gloo
+rank, world = start_gloo()
+state = {"own": ckptspec.Local(torch.full((2000,), rank + 1.0)), "same": torch.ones(5)}
+for run in sys.argv[1:3]:
+    ckptspec.save(run, state, step=1)
+"""
+
+
+def test_when_one_rank_cannot_load_none_does_and_all_load_the_same_checkpoint(tmp_path: Path) -> None:
+    sound, damaged = tmp_path / "sound", tmp_path / "damaged"
+    run_ranks(SAVE, 2, str(sound), str(tmp_path / "second"))
+    shutil.copytree(sound, damaged)
+    (shard,) = damaged.rglob("rank-00001.shard")
+    data = bytearray(shard.read_bytes())
+    data[data.index(torch.tensor(2.0).numpy().tobytes() * 8)] ^= 1
+    shard.write_bytes(data)
+    # Each rank first loads the damaged one, in which rank 0 finds nothing wrong; then each another run's checkpoint.
+    zero, one = run_ranks(ONE_FATE, 2, str(damaged), str(tmp_path / "second"))
+    assert zero.out.split("\n")[0].split()[0] != "loaded"
+    assert one.out.split("\n")[0] == "IntegrityError B-DIGEST"
+    assert zero.out.split("\n")[0].endswith("B-DIGEST")
+    for result in (zero, one):
+        assert result.out.split("\n")[1].endswith("Q-FOLDER"), result
