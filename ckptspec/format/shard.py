@@ -216,7 +216,7 @@ def _column(d: dict[str, Any], key: str, kind: type) -> tuple[Any, ...]:
 def _sizes_column(d: dict[str, Any], key: str) -> tuple[tuple[int, ...], ...]:
     rows = _column(d, key, tuple)
     for row in rows:
-        if len(row) > NDIM_LIMIT or any(type(x) is not int or not 0 <= x < 1 << 63 for x in row):
+        if len(row) > NDIM_LIMIT or any(type(x) is not int or not 0 <= x < 1 << 53 for x in row):
             raise _codec(f"column {key} has a row that is not at most {NDIM_LIMIT} non-negative integers")
     return rows
 

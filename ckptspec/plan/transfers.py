@@ -66,7 +66,8 @@ class Locator:
         itemsize = dtype(entry.dtype).itemsize
         found: dict[Box, list[int]] = {}
         for rank, box in place.storers(entry.shape, itemsize, need.name, self.manifest.copies, need.box):
-            if (shared := intersect(box, need.box)) is not None:
+            shared = box if box == need.box else intersect(box, need.box)
+            if shared is not None:
                 found.setdefault(shared, []).append(rank)
         for box, ranks in found.items():
             yield Part(need, box, tuple(ranks))
@@ -94,7 +95,8 @@ def moves(rank: int, index: Index, parts: Sequence[Part]) -> Iterator[Move]:
     for part in parts:
         found = 0
         for row in rows.get(part.need.name, ()):
-            shared = intersect(index.chunks[row].box, part.box)
+            box = index.chunks[row].box
+            shared = box if box == part.box else intersect(box, part.box)
             if shared is not None:
                 found += shared.numel
                 yield Move(part.need, rank, row, shared)

@@ -15,6 +15,7 @@ from ckptspec.engine import save as engine_save
 from ckptspec.engine.locate import newest_manifest
 from ckptspec.engine.pool import DEFAULT_BUDGET, shared_pool
 from ckptspec.format.manifest import Manifest
+from ckptspec.format.pause import collector_paused
 from ckptspec.pytorch import group
 from ckptspec.pytorch.capture import REPLICATED, capture
 from ckptspec.pytorch.declare import snapshot
@@ -100,7 +101,8 @@ def save(
     def take() -> Any:
         return snapshot(capture(state, rank=here.rank, world=here.size, plain=plain))
 
-    manifest = engine_save.save(folder, take, request, channel, pool)
+    with collector_paused():
+        manifest = engine_save.save(folder, take, request, channel, pool)
     _remember(folder, manifest)
     return manifest
 
@@ -127,6 +129,7 @@ def load(
     bytes, NotCommittedError where there is no checkpoint.
     """
     options = Options(exact, only, skip, missing, unexpected, cast, memory)
-    result, manifest = run_load(path, into, options, silence)
+    with collector_paused():
+        result, manifest = run_load(path, into, options, silence)
     _remember(os.path.dirname(os.path.abspath(result.path)), manifest)
     return result

@@ -1,4 +1,4 @@
-"""Owns the wrappers that tell what a plain tensor is: a slice of a flat buffer, pieces, or private."""
+"""Owns the wrappers that tell what a part of a state is: a slice of a flat buffer, pieces, private, one rank's."""
 
 from __future__ import annotations
 
@@ -39,6 +39,39 @@ class Shard:
 
 @dataclass(frozen=True)
 class Local:
-    """A value or tree that is private to each rank: every rank stores and restores its own."""
+    """A value, tree or object that is private to each rank: every rank stores and restores its own.
+
+    With `only`, names and globs below this place such as "*.running_mean", that holds for those tensors alone.
+    """
 
     value: Any
+    only: Sequence[str] | None = None
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """A tensor, tree or object of which the bytes of rank `source` are stored and every rank reads those.
+
+    Nobody compares what the other ranks hold: DDP's BatchNorm statistics differ between ranks, and rank 0's are those
+    that DDP broadcasts. With `only`, names and globs below this place, that holds for those tensors alone. It is about
+    plain tensors; Python values in the tree must still be equal on all ranks.
+    """
+
+    value: Any
+    source: int = 0
+    only: Sequence[str] | None = None
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A tree of plain tensors that this rank alone holds, under names no other rank uses: it is shared, not private."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class RNG:
+    """The states of all random number generators of this process: python, numpy, torch on the CPU and on each device.
+
+    They are private to each rank. Put it anywhere in a state; a load sets them last.
+    """
