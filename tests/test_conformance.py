@@ -121,9 +121,7 @@ def test_two_libraries_agree_on_what_the_schemas_refuse() -> None:
             if document is None:
                 continue
             seen += 1
-            if path.parent.name.endswith(
-                "-line-feed"
-            ):  # `$` in Python is before a last line feed, too; not in ECMA-262
+            if path.parent.name.endswith("-line-feed"):  # in Python `$` is before a last line feed, too
                 assert not other.is_valid(document)
             else:
                 assert one.is_valid(document) is other.is_valid(document), path
