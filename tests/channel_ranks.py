@@ -30,7 +30,7 @@ class Scenario:
     trouble: dict[tuple[int, str], str] = field(default_factory=dict)
     world: int = 3
     served_by_rank_0: bool = False
-    namespace: str = ""
+    store: str = ""  # the name of the scenario whose store this one uses too
 
     def at(self, rank: int) -> Callable[[str], None]:
         """Return what a rank calls at every point it passes."""
@@ -137,15 +137,18 @@ def connect(scenario: Scenario, rank: int, folder: str, port: int) -> Any:
             time.sleep(0.01)
         port = int(at.read_text())
     client = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    return client if scenario.served_by_rank_0 else dist.PrefixStore(scenario.namespace or scenario.name, client)
+    return client if scenario.served_by_rank_0 else dist.PrefixStore("default_pg", client)
 
 
-def serve_main(path: str, over: Event) -> None:
-    """Serve a store as a launcher does, until the tests are over; its port is written to `path`."""
+def serve_main(path: str, stores: list[str], over: Event) -> None:
+    """Serve a store for each name as a launcher does, until the tests are over; their ports are written to `path`.
+
+    Not one for all: a server looks up the name of whoever connects, and where that is slow, all its clients wait.
+    """
     import torch.distributed as dist
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    Path(path + ".part").write_text(str(store.port))
+    served = {name: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for name in stores}
+    Path(path + ".part").write_text(json.dumps({name: store.port for name, store in served.items()}))
     os.rename(path + ".part", path)
     over.wait(120)
     os._exit(0)

@@ -54,11 +54,12 @@ def summary(report: Report) -> str:
     known = "" if report.step is None else f" step {report.step}, save {report.save_id},"
     looked = f"{report.bytes_hashed:,} of {report.bytes_total:,} bytes verified"
     if report.ok:
-        end = "ok" if not warnings else f"ok with {_count(warnings, 'warning')}"
+        end = "ok" if not warnings else f"ok with {count(warnings, 'warning')}"
         return f"{report.path}:{known} {looked}, level {report.level}: {end}"
-    also = f" and {_count(warnings, 'warning')}" if warnings else ""
-    return f"{report.path}:{known} {_count(errors, 'error')}{also} at level {report.level}; decision: {report.decision}"
+    also = f" and {count(warnings, 'warning')}" if warnings else ""
+    return f"{report.path}:{known} {count(errors, 'error')}{also} at level {report.level}; decision: {report.decision}"
 
 
-def _count(n: int, word: str) -> str:
+def count(n: int, word: str) -> str:
+    """Return a number and its word, in the plural where it must be."""
     return f"{n} {word}" if n == 1 else f"{n} {word}s"

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ckptspec.cli.output import clean
+from ckptspec.cli.render import count
 from ckptspec.format.dtypes import DTYPES
 from ckptspec.format.layout import BoxesLayout, FlatLayout, Layout, Mesh, MeshLayout, RankMap
 from ckptspec.format.manifest import Manifest, TensorEntry
@@ -38,13 +39,13 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Row], right: Seque
     table.show_header = any(columns)
     for i, name in enumerate(columns):
         table.add_column(name, justify="right" if i in right else "left", overflow="fold")
-    count = 0
+    seen = 0
     for row in rows:
-        count += 1
-        if count <= ROWS:
+        seen += 1
+        if seen <= ROWS:
             table.add_row(*(Text(_cell(text)) for text in row))
-    if count > ROWS:
-        table.add_row(Text(f"and {count - ROWS} more rows (--format json has them all)"))
+    if seen > ROWS:
+        table.add_row(Text(f"and {seen - ROWS} more rows (--format json has them all)"))
     return table
 
 
@@ -62,9 +63,9 @@ def _head(folder: str, m: Manifest) -> Iterator[tuple[str, str]]:
     wall = "" if m.wall_clock_seconds is None else f", after {m.wall_clock_seconds:,} seconds of work"
     yield "created", m.created_at + wall
     yield "producer", ", ".join(f"{key} {value}" for key, value in m.producer.items())
-    yield "world size", f"{m.world_size} ranks, copies {m.copies}, commit {m.commit}"
+    yield "world size", f"{count(m.world_size, 'rank')}, copies {m.copies}, commit {m.commit}"
     yield "digest", f"{m.block} over blocks of {m.block_size:,} bytes"
-    yield "size", f"{size(m.nbytes)} in {len(m.shards)} shards"
+    yield "size", f"{size(m.nbytes)} in {count(len(m.shards), 'shard')}"
     yield "manifest", m.digest
 
 

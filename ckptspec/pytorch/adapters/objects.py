@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ckptspec.errors import PlanError
+from ckptspec.format.layout import MeshLayout
 from ckptspec.pytorch.adapters.base import ABSENT, Adapter, Chosen, Context, misfit
 from ckptspec.pytorch.adapters.template import Template, plain
 from ckptspec.pytorch.pieces import assemble
@@ -30,18 +30,18 @@ class ObjectAdapter(Adapter):
         self._live = live
 
     def _template(self, live: Any) -> Any:
-        context = self._context
-        assert context.saved is not None
+        saved = self._context.saved
+        assert saved is not None
 
         def make(name: str, target: str, *what: Any) -> Tensor:
-            layout = context.saved.manifest.tensors[target].layout if context.saved else ""
-            if context.saved and getattr(context.saved.manifest.layouts[layout], "dims", ()):
-                message = "the object has no tensor here whose mesh a part of this size could take"
+            layout = saved.manifest.layouts[saved.manifest.tensors[target].layout]
+            if isinstance(layout, MeshLayout) and any(layout.dims):
+                message = "the object has no tensor here whose mesh could take a part of the one saved"
                 raise misfit(name, message, rule="R-LAYOUT", advice="give the object its tensors before the load")
             return plain(name, target, *what)
 
-        template = Template(context.saved, make)
-        tree = template.like(context.found, live, context.name)
+        template = Template(saved, make)
+        tree = template.like(self._context.found, live, self._context.name)
         self._partly = template.dropped
         return tree
 
@@ -59,8 +59,6 @@ def counted(tree: Any) -> Any:
     """Return a tree with Counters as dicts, which is what can be stored of them."""
     if type(tree) is Counter:
         return dict(tree)
-    if isinstance(tree, dict) and type(tree) is not dict:
-        return tree
     if type(tree) is dict:
         return {k: counted(v) for k, v in tree.items()}
     return type(tree)(map(counted, tree)) if type(tree) in (list, tuple) else tree
@@ -76,5 +74,3 @@ def like(live: Any, tree: Any) -> Any:
         return type(tree)(map(like, live, tree))
     return tree
 
-
-__all__ = ["DTensor", "ObjectAdapter", "counted", "like"]
