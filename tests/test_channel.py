@@ -16,7 +16,7 @@ import pytest
 from channel_ranks import SAVE_ID, SILENCE, Scenario, as_threads, load, rank_main, save, serve_main
 
 from ckptspec.engine import commit
-from ckptspec.engine.channel import Channel, LocalStore
+from ckptspec.engine.channel import Attempt, Channel, LocalStore
 from ckptspec.engine.line import Line, StoreLostError
 from ckptspec.engine.pulse import Beat
 from ckptspec.engine.store import BATCH
@@ -98,7 +98,7 @@ class Ranks:
             process.join()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)  # they run while the tests before theirs do
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     tests = Path(__file__).resolve().parent
     with pytest.MonkeyPatch.context() as patch:
@@ -111,120 +111,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
         yield started
     finally:
         started.end()
-
-
-@pytest.mark.parametrize("name", ["all is well", "all is well at rank 0's store", "a rank is slow"])
-def test_every_rank_is_told_the_same_however_slow_one_is(ranks: Ranks, name: str) -> None:
-    results = ranks.results(name)
-    assert len(results) == 3
-    for result in results.values():
-        assert result["save 2"] == "committed 2"
-        assert result["load"] == "all"
-    assert ranks.visible(name)
-
-
-def test_a_rank_that_raises_ends_the_save_on_every_rank_with_its_error(ranks: Ranks) -> None:
-    results = ranks.results("a rank raises")
-    assert len(results) == 3
-    for result in results.values():
-        assert result["save 1"] == "committed 1"
-        assert (result["error"], result["rank"]) == ("SaveError", 2)
-        assert "/run/rank-2.shard" in result["text"]
-        assert "No space left on device" in result["text"]
-        assert "OSError(28" in result["cause"]
-    assert not ranks.visible("a rank raises")
-
-
-@pytest.mark.parametrize(
-    ("name", "dead"),
-    [
-        ("a rank dies before its hand-in", 2),
-        ("a rank is stopped", 1),
-        ("the coordinator dies before the decision", 0),
-    ],
-)
-def test_a_rank_that_falls_silent_is_named_by_all_others_within_the_deadline(
-    ranks: Ranks, name: str, dead: int
-) -> None:
-    results = ranks.results(name)
-    assert set(results) == {0, 1, 2} - {dead}, results
-    for result in results.values():
-        assert (result["error"], result["rank"]) == ("SaveError", dead)
-        assert f"rank {dead} gave no sign of life for 2 s" in result["text"]
-        assert "P-SILENCE" in result["text"]
-        assert SILENCE * 0.8 < result["seconds"] < 2.5 * SILENCE
-    assert not ranks.visible(name)
-
-
-def test_a_rank_that_dies_after_its_hand_in_does_not_undo_the_save(ranks: Ranks) -> None:
-    results = ranks.results("a rank dies after its hand-in")
-    assert set(results) == {0, 1}
-    assert all(result["save 2"] == "committed 2" for result in results.values())
-    assert all(result["rank"] == 2 for result in results.values()), "the load that follows misses it"
-    assert ranks.visible("a rank dies after its hand-in")
-
-
-@pytest.mark.parametrize(
-    ("name", "committed"),
-    [
-        ("the coordinator dies after the decision", False),
-        ("the coordinator dies after the rename", True),
-        ("the coordinator is stopped after the decision", False),
-        ("the store dies late", True),
-        ("the store is stopped", False),
-    ],
-)
-def test_an_outcome_nobody_saw_is_uncertain_and_settled_by_reading(ranks: Ranks, name: str, committed: bool) -> None:
-    results = ranks.results(name)
-    assert set(results) == {1, 2}
-    for result in results.values():
-        assert (result["error"], result["rank"]) == ("CommitUncertainError", 0)
-        assert "nobody saw" in result["text"]
-        assert result["settled"] is committed
-        assert result["seconds"] < 3 * SILENCE
-    assert ranks.visible(name) is committed
-
-
-def test_a_store_that_dies_before_a_rank_handed_in_is_a_failure(ranks: Ranks) -> None:
-    results = ranks.results("the store dies early")
-    assert set(results) == {1, 2}
-    for result in results.values():
-        # A rank may have handed in by the time the store is gone, and then it cannot know.
-        assert result["error"] in ("SaveError", "CommitUncertainError")
-        assert result["rank"] == 0
-        assert "store" in result["text"]
-        assert not result.get("settled", False)
-    assert not ranks.visible("the store dies early")
-
-
-@pytest.mark.parametrize(
-    ("name", "sleeper", "error"),
-    [
-        ("a rank is stopped", 1, "SaveError"),
-        ("the coordinator is stopped after the decision", 0, "SaveError"),
-        ("the store is stopped", 0, "SaveError"),
-    ],
-)
-def test_who_wakes_up_after_the_others_gave_up_changes_nothing(
-    ranks: Ranks, name: str, sleeper: int, error: str
-) -> None:
-    others = ranks.results(name)
-    assert sleeper not in others
-    process = ranks.processes[name, sleeper]
-    os.kill(process.pid, signal.SIGCONT)
-    ranks.wait(lambda: not process.is_alive())
-    result = ranks.written(name)[sleeper]
-    assert result["error"] == error
-    assert not ranks.visible(name)
-
-
-def test_a_restart_on_the_same_keys_believes_none_of_them(ranks: Ranks) -> None:
-    ranks.results("a rank dies before its hand-in")
-    for scenario in RESTARTS:
-        ranks.start(scenario)
-        results = ranks.results(scenario.name)
-        assert len(results) == 3
-        assert all(result.get("load") == "all" for result in results.values()), results
 
 
 def raised(call: Callable[..., Any], *args: Any, **how: Any) -> SaveError:
@@ -420,6 +306,13 @@ def test_a_rank_that_fails_after_its_hand_in_never_says_failed_of_a_commit() -> 
             assert [type(error) for error in results] == [SaveError] * 3
 
 
+def write(attempt: Attempt) -> None:
+    """Move bytes for far longer than a heartbeat."""
+    for _ in range(1000):
+        attempt.progress(1)
+        time.sleep(0.01)
+
+
 def test_long_writing_ends_early_once_another_rank_failed() -> None:
     def act(channel: Channel) -> Any:
         attempt = channel.attempt()
@@ -427,12 +320,7 @@ def test_long_writing_ends_early_once_another_rank_failed() -> None:
             return attempt.fail(OSError(28, "No space left on device"))
         if channel.rank == 0:
             return attempt.fail(raised(attempt.collect, "hand-in"))
-        started = time.monotonic()
-        with pytest.raises(SaveError) as caught:
-            while time.monotonic() < started + 10:  # far longer than a heartbeat
-                attempt.progress(1)
-                time.sleep(0.01)
-        return attempt.fail(caught.value)
+        return attempt.fail(raised(write, attempt))
 
     results = as_threads(3, LocalStore(), act, silence=2)
     assert {(error.rank, error.message) for error in results} == {(1, "rank 1: No space left on device")}
@@ -643,19 +531,118 @@ def test_a_channel_that_is_dropped_leaves_no_thread() -> None:
     assert threading.active_count() == before
 
 
-def test_the_contract_of_an_attempt_is_spelled_as_documented() -> None:
-    for name in (
-        "announce",
-        "await_",
-        "post",
-        "collect",
-        "body",
-        "bodies",
-        "progress",
-        "fail",
-        "decide_commit",
-        "done",
-    ):
-        assert callable(getattr(Attempt, name))
-    assert attempts.HAND_IN == {"save": "hand-in", "load": "loaded"}
-    assert watch.Watch
+# ---- the processes' ends -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["all is well", "all is well at rank 0's store", "a rank is slow"])
+def test_every_rank_is_told_the_same_however_slow_one_is(ranks: Ranks, name: str) -> None:
+    results = ranks.results(name)
+    assert len(results) == 3
+    for result in results.values():
+        assert result["save 2"] == "committed 2"
+        assert result["load"] == "all"
+    assert ranks.visible(name)
+
+
+def test_a_rank_that_raises_ends_the_save_on_every_rank_with_its_error(ranks: Ranks) -> None:
+    results = ranks.results("a rank raises")
+    assert len(results) == 3
+    for result in results.values():
+        assert result["save 1"] == "committed 1"
+        assert (result["error"], result["rank"]) == ("SaveError", 2)
+        assert "/run/rank-2.shard" in result["text"]
+        assert "No space left on device" in result["text"]
+        assert "OSError(28" in result["cause"]
+    assert not ranks.visible("a rank raises")
+
+
+@pytest.mark.parametrize(
+    ("name", "dead"),
+    [
+        ("a rank dies before its hand-in", 2),
+        ("a rank is stopped", 1),
+        ("the coordinator dies before the decision", 0),
+    ],
+)
+def test_a_rank_that_falls_silent_is_named_by_all_others_within_the_deadline(
+    ranks: Ranks, name: str, dead: int
+) -> None:
+    results = ranks.results(name)
+    assert set(results) == {0, 1, 2} - {dead}, results
+    for result in results.values():
+        assert (result["error"], result["rank"]) == ("SaveError", dead)
+        assert f"rank {dead} gave no sign of life for 2 s" in result["text"]
+        assert "P-SILENCE" in result["text"]
+        assert SILENCE * 0.8 < result["seconds"] < 2.5 * SILENCE
+    assert not ranks.visible(name)
+
+
+def test_a_rank_that_dies_after_its_hand_in_does_not_undo_the_save(ranks: Ranks) -> None:
+    results = ranks.results("a rank dies after its hand-in")
+    assert set(results) == {0, 1}
+    assert all(result["save 2"] == "committed 2" for result in results.values())
+    assert all(result["rank"] == 2 for result in results.values()), "the load that follows misses it"
+    assert ranks.visible("a rank dies after its hand-in")
+
+
+@pytest.mark.parametrize(
+    ("name", "committed"),
+    [
+        ("the coordinator dies after the decision", False),
+        ("the coordinator dies after the rename", True),
+        ("the coordinator is stopped after the decision", False),
+        ("the store dies late", True),
+        ("the store is stopped", False),
+    ],
+)
+def test_an_outcome_nobody_saw_is_uncertain_and_settled_by_reading(ranks: Ranks, name: str, committed: bool) -> None:
+    results = ranks.results(name)
+    assert set(results) == {1, 2}
+    for result in results.values():
+        assert (result["error"], result["rank"]) == ("CommitUncertainError", 0)
+        assert "nobody saw" in result["text"]
+        assert result["settled"] is committed
+        assert result["seconds"] < 3 * SILENCE
+    assert ranks.visible(name) is committed
+
+
+def test_a_store_that_dies_before_a_rank_handed_in_is_a_failure(ranks: Ranks) -> None:
+    results = ranks.results("the store dies early")
+    assert set(results) == {1, 2}
+    for result in results.values():
+        # A rank may have handed in by the time the store is gone, and then it cannot know.
+        assert result["error"] in ("SaveError", "CommitUncertainError")
+        assert result["rank"] == 0
+        assert "store" in result["text"]
+        assert not result.get("settled", False)
+    assert not ranks.visible("the store dies early")
+
+
+@pytest.mark.parametrize(
+    ("name", "sleeper", "error"),
+    [
+        ("a rank is stopped", 1, "SaveError"),
+        ("the coordinator is stopped after the decision", 0, "SaveError"),
+        ("the store is stopped", 0, "SaveError"),
+    ],
+)
+def test_who_wakes_up_after_the_others_gave_up_changes_nothing(
+    ranks: Ranks, name: str, sleeper: int, error: str
+) -> None:
+    others = ranks.results(name)
+    assert sleeper not in others
+    process = ranks.processes[name, sleeper]
+    os.kill(process.pid, signal.SIGCONT)
+    ranks.wait(lambda: not process.is_alive())
+    result = ranks.written(name)[sleeper]
+    assert result["error"] == error
+    assert not ranks.visible(name)
+
+
+def test_a_restart_on_the_same_keys_believes_none_of_them(ranks: Ranks) -> None:
+    ranks.results("a rank dies before its hand-in")
+    for scenario in RESTARTS:
+        ranks.start(scenario)
+        results = ranks.results(scenario.name)
+        assert len(results) == 3
+        assert all(result.get("load") == "all" for result in results.values()), results

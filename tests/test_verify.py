@@ -235,11 +235,10 @@ def test_a_duplicated_shard_is_the_wrong_rank_where_it_lies(folder: Path) -> Non
     assert (errors_of(report), files_of(report)) == ({"S-SAVE"}, {SHARDS[2]})
 
 
-def test_an_extra_shard_is_worth_a_warning(folder: Path) -> None:
+def test_an_extra_shard_is_an_error(folder: Path) -> None:
     shutil.copy(folder / SHARDS[0], folder / "rank-00003.shard")
     report = validate(folder)
-    assert errors_of(report) == set()
-    assert [(f.code, f.severity, f.where.file) for f in report.findings] == [("S-EXTRA", "warning", "rank-00003.shard")]
+    assert [(f.code, f.severity, f.where.file) for f in report.findings] == [("S-EXTRA", "error", "rank-00003.shard")]
 
 
 @pytest.mark.parametrize("change", [{"save_id": OTHER_ID}, {"step": 8}, {"step": 70000, "save_id": OTHER_ID}])

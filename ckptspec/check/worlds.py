@@ -17,7 +17,26 @@ from ckptspec.format.names import escape, shard_path_fault
 from ckptspec.format.report import Finding
 from ckptspec.format.shard import TRAILER
 
+
+@dataclass(frozen=True)
+class Misfit:
+    """One way a layout fails its mesh or a tensor of its own, and where in the manifest."""
+
+    fault: Fault
+    where: Where
+    found: str | None = None
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A manifest with every misfit of its layouts, looked for once for all the rules that tell of them."""
+
+    manifest: Manifest
+    misfits: tuple[Misfit, ...]
+
+
 rule: Rules[Manifest] = Rules("manifest: worlds")
+fit_rule: Rules[Fitted] = Rules("manifest: layouts")
 FEW = 8  # faults of one layout, or of one layout and shape, that are looked for
 
 
@@ -82,15 +101,6 @@ def one_of(names: Iterable[str]) -> str:
     return "one of " + ", ".join(map(repr, names)) if names else "none: there are none"
 
 
-@dataclass(frozen=True)
-class Misfit:
-    """One way a layout fails its mesh or a tensor of its own, and where in the manifest."""
-
-    fault: Fault
-    where: Where
-    found: str | None = None
-
-
 def misfits(m: Manifest) -> Iterator[Misfit]:
     """Yield how layouts fail by themselves, then how sound ones fail the shapes of their tensors, each shape once."""
     broken = {name for name, mesh in m.meshes.items() if any(mesh_faults(mesh, m.world_size))}
@@ -111,20 +121,21 @@ def misfits(m: Manifest) -> Iterator[Misfit]:
             yield Misfit(problem, at("tensors", name, tensor=name), str(list(tensor.shape)))
 
 
-def _misfits(m: Manifest, code: str) -> Iterator[Finding]:
-    for misfit in misfits(m):
+def _misfits(f: Fitted, code: str) -> Iterator[Finding]:
+    for misfit in f.misfits:
         if misfit.fault.rule == code:
             yield fault(code, misfit.fault.message, misfit.where, None, misfit.found)
 
 
-@rule("T-LAYOUT")
-def layouts(m: Manifest) -> Iterator[Finding]:
+@fit_rule("T-LAYOUT")
+def layouts(f: Fitted) -> Iterator[Finding]:
     """Every layout, mesh and axis that is named is there."""
-    yield from _misfits(m, "T-LAYOUT")
-    for name, tensor in m.tensors.items():
-        if tensor.layout not in m.layouts:
+    yield from _misfits(f, "T-LAYOUT")
+    known = f.manifest.layouts
+    for name, tensor in f.manifest.tensors.items():
+        if tensor.layout not in known:
             where = at("tensors", name, "layout", tensor=name)
-            yield fault("T-LAYOUT", "the layout does not exist", where, one_of(m.layouts), repr(tensor.layout))
+            yield fault("T-LAYOUT", "the layout does not exist", where, one_of(known), repr(tensor.layout))
 
 
 @rule("T-DTYPE")
@@ -140,13 +151,14 @@ def dtypes(m: Manifest) -> Iterator[Finding]:
 def shapes(m: Manifest) -> Iterator[Finding]:
     """The shape is null for a local tensor and no other, and the bytes can be counted in 63 bits."""
     for name, tensor in m.tensors.items():
-        where = at("tensors", name, "shape", tensor=name)
         layout = m.layouts.get(tensor.layout)
         if layout is not None and (tensor.shape is None) != isinstance(layout, LocalLayout):
+            where = at("tensors", name, "shape", tensor=name)
             expected = "null" if isinstance(layout, LocalLayout) else "a shape"
             message = f"layout {tensor.layout!r} asks for {expected}"
             yield fault("T-SHAPE", message, where, expected, "null" if tensor.shape is None else list(tensor.shape))
         elif not countable(tensor):
+            where = at("tensors", name, "shape", tensor=name)
             yield fault("T-SHAPE", "the tensor is too large", where, "below 2^63 bytes", list(tensor.shape or ()))
 
 
@@ -157,19 +169,19 @@ def countable(tensor: TensorEntry) -> bool:
     return prod(n for n in tensor.shape if n) * DTYPES[tensor.dtype].itemsize < 1 << 63
 
 
-@rule("T-DIMS")
-def mesh_layouts(m: Manifest) -> Iterator[Finding]:
+@fit_rule("T-DIMS")
+def mesh_layouts(f: Fitted) -> Iterator[Finding]:
     """Mesh layouts fit the shapes of their tensors."""
-    return _misfits(m, "T-DIMS")
+    return _misfits(f, "T-DIMS")
 
 
-@rule("T-BOXES")
-def boxes_layouts(m: Manifest) -> Iterator[Finding]:
+@fit_rule("T-BOXES")
+def boxes_layouts(f: Fitted) -> Iterator[Finding]:
     """Boxes layouts cover their tensors, inside them and without partial overlap."""
-    return _misfits(m, "T-BOXES")
+    return _misfits(f, "T-BOXES")
 
 
-@rule("T-FLAT")
-def flat_layouts(m: Manifest) -> Iterator[Finding]:
+@fit_rule("T-FLAT")
+def flat_layouts(f: Fitted) -> Iterator[Finding]:
     """Flat layouts hold tensors of one dimension and their bounds add up."""
-    return _misfits(m, "T-FLAT")
+    return _misfits(f, "T-FLAT")

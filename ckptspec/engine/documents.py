@@ -30,7 +30,10 @@ def load_manifest(path: str | os.PathLike[str]) -> tuple[str, Manifest]:
 
     Raises NotCommittedError, ManifestError, UnsupportedVersionError or OSError.
     """
-    folder = resolve(path).folder
+    located = resolve(path)
+    folder = located.folder
+    if located.manifest is not None:
+        return folder, located.manifest
     manifest = manifests.parse(read_manifest(folder))
     for finding in check_manifest(manifest):
         if finding.severity == "error":

@@ -28,11 +28,15 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Located:
-    """The checkpoint folder a path means, the run it was found in (None: a folder of its own), and what was skipped."""
+    """The checkpoint folder a path means, the run it was found in (None: a folder of its own), and what was skipped.
+
+    `manifest` is there where finding the folder has read and checked it.
+    """
 
     folder: str
     run: str | None = None
     skipped: tuple[Skipped, ...] = ()
+    manifest: Manifest | None = None
 
 
 @dataclass(frozen=True)
@@ -271,7 +275,7 @@ def _run_of(folder: str) -> str | None:
 def _from_run(run: str) -> Located:
     found = newest(run)
     if found.path is not None:
-        return Located(found.path, run, found.skipped)
+        return Located(found.path, run, found.skipped, found.manifest)
     if not found.candidates:
         message = "no checkpoint in this folder: nothing was ever committed here"
         raise NotCommittedError(message, rule="C-EMPTY", where=Where("."))

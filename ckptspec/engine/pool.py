@@ -16,7 +16,8 @@ Task = Callable[[memoryview], None]
 
 def default_threads() -> int:
     """Return the worker threads for this rank: its share of the cores times two, 2 to 8 (disks like a deep queue)."""
-    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = max(1, int(told)) if told.isdecimal() else 1
     return max(2, min(8, 2 * (os.cpu_count() or 1) // ranks))
 
 

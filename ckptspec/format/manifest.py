@@ -102,8 +102,9 @@ class Manifest:
 
     def shard(self, rank: int) -> ShardEntry:
         """Return the entry of the shard that `rank` wrote; raises KeyError when there is none."""
-        near = self.shards[rank : rank + 1] if rank >= 0 else ()  # writers list shards by rank
-        for entry in (*near, *self.shards):
+        if 0 <= rank < len(self.shards) and self.shards[rank].rank == rank:  # writers list shards by rank
+            return self.shards[rank]
+        for entry in self.shards:
             if entry.rank == rank:
                 return entry
         raise KeyError(rank)

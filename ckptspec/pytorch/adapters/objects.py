@@ -73,4 +73,3 @@ def like(live: Any, tree: Any) -> Any:
     if type(live) in (list, tuple) and type(tree) is type(live) and len(live) == len(tree):
         return type(tree)(map(like, live, tree))
     return tree
-

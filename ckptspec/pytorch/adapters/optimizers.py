@@ -1,6 +1,6 @@
 """Owns torch.optim optimizers in a state: what they keep of each parameter, by the parameter's name, and their groups.
 
-    {"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}
+{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}
 """
 
 from __future__ import annotations
