@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ckptspec.pytorch.load import LoadResult as LoadResult
     from ckptspec.pytorch.wrappers import FlatShard as FlatShard
     from ckptspec.pytorch.wrappers import Local as Local
+    from ckptspec.pytorch.wrappers import Shard as Shard
 
 _ERRORS = (
     "CkptspecError CommitUncertainError FormatError IntegrityError ManifestError NotCommittedError PlanError SaveError "
@@ -46,7 +47,7 @@ _HOMES = {
     "format.target": "Target",
     "pytorch.api": "load save",
     "pytorch.load": "LoadResult",
-    "pytorch.wrappers": "FlatShard Local",
+    "pytorch.wrappers": "FlatShard Local Shard",
 }
 _HOME = {name: f"ckptspec.{module}" for module, names in _HOMES.items() for name in names.split()}
 

@@ -18,7 +18,7 @@ from ckptspec.engine.channel import Channel
 from ckptspec.errors import CommitUncertainError, SaveError
 from ckptspec.format import lexical
 
-SILENCE = 2.0
+SILENCE = 2.5
 SAVE_ID = "ab" * 16
 
 
@@ -42,7 +42,7 @@ class Scenario:
             elif what == "stops":
                 os.kill(os.getpid(), signal.SIGSTOP)
             elif what == "sleeps":
-                time.sleep(2.5 * SILENCE)
+                time.sleep(2 * SILENCE)
             elif what == "raises":
                 raise OSError(28, "No space left on device", f"/run/rank-{rank}.shard")
 

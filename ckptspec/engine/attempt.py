@@ -6,14 +6,14 @@ What may be concluded is in `agreement`; here the store is asked, the hearts are
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
 from ckptspec.engine import agreement, verdict
 from ckptspec.engine.agreement import Event, Failure, Stage
 from ckptspec.engine.line import Heart, StoreLostError
-from ckptspec.engine.opening import ROOT, beat_key, pauses
+from ckptspec.engine.opening import FULL_LOOK, ROOT, beat_key, pauses
 from ckptspec.engine.pulse import Beat
 from ckptspec.engine.seat import Seat
 from ckptspec.engine.store import Roll, Store
@@ -102,18 +102,19 @@ class Attempt:
         self._own.append(key)
         self._ask(lambda s: s.set(key, payload))
 
-    def collect(self, phase: str) -> list[bytes]:
-        """Coordinator: return what every rank posted under `phase`, in rank order, waiting for all of them."""
+    def collect(self, phase: str, ranks: Sequence[int] | None = None) -> list[bytes]:
+        """Coordinator: return what every rank, or each of `ranks`, posted under `phase`, in order, waiting for all."""
         self._coordinator("collects")
-        roll = Roll([self._key(self._kind, phase, str(rank)) for rank in range(self._seat.world_size)])
-        self._wait(lambda s: roll.complete(s) or None, partial(self._watch.missing, roll=roll))
+        ranks = range(self._seat.world_size) if ranks is None else ranks
+        roll = Roll([self._key(self._kind, phase, str(rank)) for rank in ranks])
+        self._wait(lambda s: roll.complete(s) or None, partial(self._watch.missing, roll=roll, ranks=ranks))
         payloads = self._ask(lambda s: list(roll.values(s)))
         if phase == HAND_IN.get(self._kind):
             self._apply(agreement.Gathered())
         return payloads
 
-    def body(self, digest: str, payload: bytes) -> None:
-        """Give the coordinator a body by its digest; only the first rank that has it sends it."""
+    def body(self, digest: str, payload: bytes) -> bool:
+        """Give the coordinator a body by its digest; only the first rank that has it sends it, and is told so."""
         key, claim = self._key("body", digest), self._key("claim", digest)
 
         def send(store: Store) -> bool:
@@ -123,8 +124,10 @@ class Attempt:
             return first
 
         self._raise_if_over()
-        if self._ask(send):
+        first = self._ask(send)
+        if first:
             self._own += [key, claim]
+        return first
 
     def bodies(self, digests: Iterable[str]) -> dict[str, bytes]:
         """Coordinator: return the bodies of these digests; whoever posted after `body` has its body there."""
@@ -280,13 +283,13 @@ class Attempt:
         """Return what `look` finds, once it does; every round looks for a verdict too, at times for signs of life."""
         decision = self._key("decision")
 
-        def both(store: Store) -> tuple[T | None, bytes | None]:
+        def both(full: bool, store: Store) -> tuple[T | None, bytes | None]:
             found = look(store)
-            return found, None if found is not None or self.committing else _value(store, decision)
+            return found, _value(store, decision) if full and found is None and not self.committing else None
 
-        pause = pauses(1 if self._seat.coordinator else self._seat.world_size, self._seat.silence)
-        while True:
-            found, decided = self._ask(both)
+        world_size = 1 if self._seat.coordinator else self._seat.world_size
+        for count, pause in enumerate(pauses(world_size, self._seat.silence)):
+            found, decided = self._ask(partial(both, count % FULL_LOOK == 0))
             if found is not None:
                 return found
             if decided is not None:
@@ -297,5 +300,6 @@ class Attempt:
                     return found
                 self._apply(event)
             self._raise_if_over()
-            time.sleep(next(pause))
+            time.sleep(pause)
             self._moved += 1  # waiting for another is no standstill of one's own
+        raise AssertionError("there is always another pause")

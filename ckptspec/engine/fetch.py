@@ -12,7 +12,8 @@ from ckptspec.engine.holding import Holding
 from ckptspec.engine.pool import Pool
 from ckptspec.format.catalog import ShardDocument
 from ckptspec.format.manifest import Manifest
-from ckptspec.plan.transfers import Locator, Need, moves, needed
+from ckptspec.format.shard import Index
+from ckptspec.plan.transfers import Locator, Need, moves, needed, whole_chunks
 
 
 @dataclass
@@ -48,18 +49,25 @@ def fetch(
 
     Raises IntegrityError [B-DIGEST], ShardError, PlanError [T-COVER] or OSError; the holdings are then undefined.
     """
-    holdings = {id(need): holding for need, holding in wants}
+    work: dict[int, list[Transfer]] = {}
+    near = whole_chunks(opened.document(prefer).index) if prefer is not None else {}
+    far: list[tuple[Need, Holding]] = []
+    for need, holding in wants:
+        row = near.get((need.name, need.box))  # most needs of a same-layout restore are one chunk of the rank's own
+        if row is None:
+            far.append((need, holding))
+        elif prefer is not None:
+            work.setdefault(prefer, []).append(Transfer(row, need.box, holding))
+    holdings = {id(need): holding for need, holding in far}
     locator = Locator(opened.manifest, prefer)
-    work, nbytes = [], 0
-    for rank, parts in sorted(needed(locator, (need for need, _ in wants)).items()):
-        source = opened.source(rank)
-        transfers = [Transfer(m.chunk, m.box, holdings[id(m.need)]) for m in moves(rank, source.index, parts)]
-        work.append((source, transfers))
-        nbytes += sum(t.box.numel * _itemsize(source, t.chunk) for t in transfers)
-    execute(work, pool, progress)
-    return nbytes
+    for rank, parts in needed(locator, (need for need, _ in far)).items():
+        for m in moves(rank, opened.document(rank).index, parts):
+            work.setdefault(rank, []).append(Transfer(m.chunk, m.box, holdings[id(m.need)]))
+    sources = [(opened.source(rank), transfers) for rank, transfers in sorted(work.items())]
+    execute(sources, pool, progress)
+    return sum(_nbytes(source.index, t) for source, transfers in sources for t in transfers)
 
 
-def _itemsize(source: Source, chunk: int) -> int:
-    row = source.index.chunks[chunk]
-    return row.nbytes // row.box.numel
+def _nbytes(index: Index, t: Transfer) -> int:
+    row = index.chunks[t.chunk]
+    return row.nbytes if t.box is row.box else row.nbytes // row.box.numel * t.box.numel

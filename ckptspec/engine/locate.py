@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,6 +16,9 @@ from ckptspec.format.manifest import NAME, Manifest, decode
 from ckptspec.format.report import Finding
 
 MANIFEST_LIMIT = 256 << 20  # [L-SIZE]
+HEAD_NBYTES = 16 << 10
+_OWN_FORM = b'{\n "format": "ckptspec",\n'
+_STEP_LINE = re.compile(rb'\n "step": (0|[1-9][0-9]{0,14}),\n')  # one space: a field of the manifest itself
 _UNDONE = {".tmp-": "a staging folder: its save never committed", ".trash-": "a folder that is being deleted"}
 
 
@@ -125,6 +129,14 @@ def _candidate(run: str, name: str, *, superseded: bool = False) -> Candidate:
 
 
 def _step_of(folder: str) -> int | None:
+    """Return the step in a folder's manifest; one in this library's own line-by-line form is not parsed for it."""
+    try:
+        with opened(os.path.join(folder, NAME)) as file:
+            start = file.read(0, min(file.nbytes, HEAD_NBYTES))
+        if start.startswith(_OWN_FORM) and (line := _STEP_LINE.search(start)) is not None:
+            return int(line[1])
+    except (OSError, NotRegularError):
+        return None  # whoever takes the folder for a candidate is told why it is none
     try:
         document, findings = lexical.scan(read_manifest(folder))
     except (NotCommittedError, ManifestError):

@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NoReturn, TypeVar
 
 from ckptspec.engine.line import Line, StoreLostError
@@ -28,12 +29,14 @@ ROOT = "ckptspec"
 OPEN = f"{ROOT}/open"
 _INCARNATION = re.compile(rb"[0-9a-f]{32}\Z")
 _REFUSED = b" refused "
+# Every how many looks all is looked at, not only what is most likely to have changed.
+FULL_LOOK = 4
 
 
 def pauses(world_size: int, silence: float) -> Iterator[float]:
-    """Yield the seconds between looks at the store: first short, then such that all ranks make some 4,000 a second."""
-    longest = min(1.0, silence / 10, max(0.02, world_size / 4000))
-    pause = 0.001
+    """Yield the seconds between looks at the store: first short, then such that all ranks make some 2,000 a second."""
+    longest = min(1.0, silence / 10, max(0.02, world_size / 2000))
+    pause = min(longest, max(0.001, world_size / 200_000))
     while True:
         yield pause
         pause = min(pause * 1.5, longest)
@@ -142,24 +145,32 @@ class Opening:
     def _join(self) -> str:
         incarnation = ""
         budget = _Budget(1.25 * self.patience + 1)  # rank 0 gives up first, and says why
-        for pause in pauses(self.world_size, self.patience):
-            current = self._ask(lambda s: s.get(OPEN) if s.check([OPEN]) else b"")
-            if current != incarnation.encode() and _INCARNATION.match(current):
-                incarnation = current.decode()
+        for count, pause in enumerate(pauses(self.world_size, self.patience)):
+            current, receipt = self._ask(partial(self._look, incarnation, count % FULL_LOOK == 0))
+            if current and current != incarnation:
+                incarnation = current
                 budget.spent = 0.0
                 self._greet(incarnation)
-            if incarnation and self._received(incarnation):
+            elif self._received(incarnation, receipt):
                 return incarnation
             if not budget.sleep(pause):
                 break
         known = "gave no receipt: this rank runs twice, or rank 0 is of an older start" if incarnation else "never came"
         raise self._error(f"rank 0 {known} (waited {self.patience:g} s)", 0)
 
-    def _received(self, incarnation: str) -> bool:
+    def _look(self, incarnation: str, full: bool, store: Store) -> tuple[str, bytes]:
+        """Return this rank's receipt, and where that is none yet and a full look is due, the incarnation published."""
+        key = _key(incarnation, "ok", self.rank)
+        receipt = store.get(key) if incarnation and store.check([key]) else b""
+        if receipt.startswith(self._hello) or not (full or not incarnation) or not store.check([OPEN]):
+            return "", receipt
+        found = store.get(OPEN)
+        return found.decode() if _INCARNATION.match(found) else "", receipt
+
+    def _received(self, incarnation: str, receipt: bytes) -> bool:
         """Return whether this process's own nonce came back, and tidy up; raises SaveError if it came refused."""
-        keys = [_key(incarnation, word, self.rank) for word in ("ok", "hello")]
-        receipt = self._ask(lambda s: s.get(keys[0]) if s.check(keys[:1]) else b"")
         if receipt == self._hello:
+            keys = [_key(incarnation, word, self.rank) for word in ("ok", "hello")]
             self._ask(lambda s: [s.delete_key(key) for key in keys])
             return True
         if receipt.startswith(self._hello + _REFUSED):

@@ -99,6 +99,9 @@ class _Work:
             self.error = self.error or error
 
 
+# Many small steps in Python take turns: threads that fight over the interpreter are slower together than one alone.
+turn = threading.Lock()
+
 _shared: dict[tuple[int, int], Pool] = {}
 
 

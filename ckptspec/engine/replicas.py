@@ -16,16 +16,20 @@ from ckptspec.format.box import Box, pieces
 from ckptspec.format.dtypes import dtype
 
 BATCH = 8 << 20
-OBJECTS = "objects"
+OBJECTS = "objects:"  # and the key of the ranks that hold them
 Digests = dict[str, bytes]
 
 
 class Checks:
     """The digests of everything this rank holds together with others, by group of holders."""
 
-    def __init__(self, snapshot: Snapshot, replicas: Sequence[Replica]) -> None:
+    def __init__(
+        self, snapshot: Snapshot, replicas: Sequence[Replica], holders: Mapping[str, str] | None = None
+    ) -> None:
+        """`holders` gives an object's name the key of the ranks that hold it, where not all do."""
         self._snapshot = snapshot
         self._replicas = replicas
+        self._holders = holders or {}
         self._found: dict[str, Digests] = defaultdict(dict)
 
     def tasks(self) -> Iterator[Task]:
@@ -50,22 +54,24 @@ class Checks:
             key = _group_key(r.group)
             self._found[key][f"{r.name} {list(r.box.offsets)}"] = digest  # one dict write: atomic under threads
 
-    def _objects(self) -> Digests:
+    def _objects(self) -> dict[str, Digests]:
+        """Return the digests of objects that are the same wherever they are, by group of holders."""
         kinds = self._snapshot.declaration.objects
-        return {
-            name: hashlib.sha256(data).digest()[:16]
-            for name, data in self._snapshot.objects.items()
-            if kinds[name] == "same"
-        }
+        found: dict[str, Digests] = {}
+        for name, data in self._snapshot.objects.items():
+            if kinds[name] == "same":
+                group = OBJECTS + self._holders.get(name, "")
+                found.setdefault(group, {})[name] = hashlib.sha256(data).digest()[:16]
+        return found
 
     def digests(self) -> Digests:
-        """Return one digest over (name, digest) for each group of holders and one for objects; after the tasks."""
-        groups = {key: _over(found) for key, found in self._found.items()}
-        return {**groups, OBJECTS: _over(self._objects())}
+        """Return one digest over (name, digest) for each group of holders of tensors or objects; after the tasks."""
+        return {key: _over(found) for key, found in (*self._found.items(), *self._objects().items())}
 
     def detail(self, groups: Iterable[str]) -> dict[str, Digests]:
         """Return the single digests of the groups that the coordinator asks about."""
-        return {g: self._objects() if g == OBJECTS else dict(self._found.get(g, {})) for g in groups}
+        known = {**self._found, **self._objects()}
+        return {group: dict(known.get(group, {})) for group in groups}
 
 
 def _group_key(group: Sequence[int]) -> str:
@@ -105,7 +111,7 @@ def disagreeing(hand_ins: Sequence[Mapping[str, bytes]]) -> list[str]:
 def disagreement(details: Sequence[Mapping[str, Mapping[str, bytes]]]) -> SaveError | None:
     """Return the error that names the first tensor or object that differs and the ranks that differ from the majority.
 
-    None where every name is equal among those that hold it: ranks that hold different objects may still agree.
+    None where every name is equal among those that hold it.
     """
     held: dict[tuple[str, str], dict[int, bytes]] = defaultdict(dict)
     for rank, groups in enumerate(details):
@@ -121,8 +127,8 @@ def disagreement(details: Sequence[Mapping[str, Mapping[str, bytes]]]) -> SaveEr
 
 
 def _error(group: str, name: str, odd: Sequence[int], holders: int) -> SaveError:
-    what = "object" if group == OBJECTS else "tensor"
-    path = name if group == OBJECTS else name.rsplit(" ", 1)[0]
+    what = "object" if group.startswith(OBJECTS) else "tensor"
+    path = name if group.startswith(OBJECTS) else name.rsplit(" ", 1)[0]
     shown: Any = list(odd[:8])
     return SaveError(
         f"{what} {path!r} differs between ranks that should hold equal bytes",

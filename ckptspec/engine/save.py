@@ -14,6 +14,7 @@ import msgpack
 
 from ckptspec.engine import commit, replicas
 from ckptspec.engine.channel import Attempt, Channel
+from ckptspec.engine.declaring import Declaring
 from ckptspec.engine.pool import Pool
 from ckptspec.engine.snapshot import Placed, Snapshot
 from ckptspec.engine.writer import Written, plan_shard, write_shard
@@ -21,6 +22,7 @@ from ckptspec.errors import CommitUncertainError, SaveError, Where
 from ckptspec.format import declaration, manifest, shard
 from ckptspec.format.declaration import Declaration
 from ckptspec.format.manifest import Manifest, ShardEntry
+from ckptspec.format.settling import Settled
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Request:
     wall_clock_seconds: int | None = None
     producer: Mapping[str, str] = field(default_factory=dict)
     annotations: Mapping[str, Any] = field(default_factory=dict)
+    whole: bool = True  # refuse a rank that only lacks tensors which others have
     known_save: str | None = None  # the save id this process last restored or committed in the run, of this step
 
 
@@ -75,9 +78,6 @@ def save(run: str, take: Callable[[], Snapshot], request: Request, channel: Chan
         raise agreed from (None if agreed is e else e)
 
 
-Merged = tuple[Declaration, int]  # what is declared together, and in how many distinct ways
-
-
 class _Save:
     """One rank's part in one save."""
 
@@ -97,14 +97,15 @@ class _Save:
         opening = self._open()
         if opening.skip is not None:
             return self._skip(opening)
-        declared = self._declare(opening)
+        settled = self._declare(opening)
+        declared = settled.declaration
         name = commit.shard_name(opening.mode, self.rank, opening.save_id)
         placed = Placed(self.snapshot, declared, self.rank, self.request.copies)
         header = shard.Header(
             opening.save_id, opening.step, self.rank, self.world, self.request.block, self.request.block_size
         )
         plan = plan_shard(header, list(placed.stored()), self.snapshot.state)
-        checks = replicas.Checks(self.snapshot, list(placed.replicas()) if self.world > 1 else [])
+        checks = replicas.Checks(self.snapshot, list(placed.replicas()) if self.world > 1 else [], settled.holders)
         path = os.path.join(self.run, opening.staging, name)
         written = write_shard(path, plan, self.pool, self.attempt.progress, checks.tasks())
         commit.sync_staging(os.path.join(self.run, opening.staging))
@@ -154,24 +155,14 @@ class _Save:
 
     # ---- declaring ---------------------------------------------------------------------------------------------------
 
-    def _declare(self, opening: Opening) -> Declaration:
+    def _declare(self, opening: Opening) -> Settled:
         """Return what all ranks declare together; every rank's step and folder are compared on the way [P-DECLARE]."""
-        own = self.snapshot.declaration
-        if self.world == 1:
-            return own
-        self._see_staging(opening)
-        body = declaration.encode(own)
-        digest = declaration.digest(body)
-        self.attempt.body(digest, body)
         r = self.request
-        self.attempt.post("declare", _pack([digest, r.step, r.copies, r.block, r.block_size]))
-        if self.rank == 0:
-            merged, distinct = self._merge(digest)
-            encoded = declaration.encode(merged) if distinct > 1 else b""
-            self.attempt.announce("declared", encoded)
-            return merged
-        encoded = self.attempt.await_("declared")
-        return declaration.decode(encoded) if encoded else own
+        terms = [r.step, r.copies, r.block, r.block_size, r.whole]
+        if self.world > 1:
+            self._see_staging(opening)
+        declaring = Declaring(self.attempt, self.rank, self.world, whole=r.whole)
+        return declaring.run(self.snapshot, terms)
 
     def _see_staging(self, opening: Opening) -> None:
         path = os.path.join(self.run, opening.staging)
@@ -186,31 +177,6 @@ class _Save:
                     advice="give every rank the same run folder on a shared file system",
                 )
             time.sleep(0.05)
-
-    def _merge(self, digest: str) -> Merged:
-        groups: dict[str, list[int]] = {}
-        r = self.request
-        ours = [r.step, r.copies, r.block, r.block_size]
-        for rank, payload in enumerate(self.attempt.collect("declare")):
-            theirs, *rest = msgpack.unpackb(payload)
-            if rest != ours:
-                raise SaveError(
-                    "ranks ask for different saves",
-                    rank=rank,
-                    rule="P-DECLARE",
-                    where=Where(rank=rank),
-                    expected=f"step, copies, digest, block size {ours} as rank 0",
-                    found=str(rest),
-                )
-            groups.setdefault(theirs, []).append(rank)
-        others = self.attempt.bodies([d for d in groups if d != digest])
-        parts = [
-            (self.snapshot.declaration if d == digest else declaration.decode(others[d]), ranks)
-            for d, ranks in groups.items()
-        ]
-        merged = declaration.merge(parts)
-        declaration.check_holders(merged, parts)
-        return merged, len(groups)
 
     # ---- committing --------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckptspec.engine.holding import Holding
 from ckptspec.engine.writer import Stored
@@ -17,7 +17,10 @@ from ckptspec.format.placement import resolve
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One rank's state: declaration, packed state tree, holdings and boxes by name, local shapes, objects."""
+    """One rank's state: declaration, packed state tree, holdings and boxes by name, local shapes, objects.
+
+    `ties` are names declared to be a tensor of another name, on any rank; `tied` are those of either kind in this state.
+    """
 
     declaration: Declaration
     state: bytes
@@ -25,6 +28,8 @@ class Snapshot:
     boxes: Mapping[str, tuple[Box, ...]]
     local_shapes: Mapping[str, tuple[int, ...]]
     objects: Mapping[str, bytes]
+    ties: Mapping[str, str] = field(default_factory=dict)
+    tied: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

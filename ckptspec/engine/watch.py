@@ -33,10 +33,10 @@ class Watch:
         """Look at rank 0."""
         return self._judge(self._beats(store, [0]), lambda: [0])
 
-    def missing(self, store: Store, roll: Roll) -> Event | None:
-        """Look at the ranks that have not set their keys; one that has set it may die."""
-        ranks = [rank for batch in roll.open for rank in batch]
-        return self._judge(self._beats(store, ranks), lambda: roll.missing(store))
+    def missing(self, store: Store, roll: Roll, ranks: Sequence[int]) -> Event | None:
+        """Look at those of `ranks`, one for each key of the roll, that have not set theirs; one that has may die."""
+        open_ranks = [ranks[place] for batch in roll.open for place in batch]
+        return self._judge(self._beats(store, open_ranks), lambda: [ranks[place] for place in roll.missing(store)])
 
     def _beats(self, store: Store, ranks: Sequence[int]) -> Mapping[int, Beat]:
         roll = Roll([beat_key(self._seat.incarnation, rank) for rank in ranks])

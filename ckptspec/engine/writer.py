@@ -10,7 +10,7 @@ from functools import partial
 from itertools import chain
 
 from ckptspec.engine.holding import Holding
-from ckptspec.engine.pool import Pool, Task
+from ckptspec.engine.pool import Pool, Task, turn
 from ckptspec.format import shard
 from ckptspec.format.box import CHUNK_LIMIT, Box, pieces
 from ckptspec.format.digest import Algorithm
@@ -229,6 +229,14 @@ class _Job:
 
     def _write_run(self, start: int, items: list[tuple[int, bytes]], run: list[_Payload], buffer: memoryview) -> None:
         """Write one contiguous range: header, frame bytes and small payloads gathered into the buffer."""
+        with turn:
+            end = self._gather(start, items, run, buffer)
+        if end > start:
+            local.write_at(self.fd, buffer[: end - start], start)
+            self.progress(end - start)
+
+    def _gather(self, start: int, items: list[tuple[int, bytes]], run: list[_Payload], buffer: memoryview) -> int:
+        """Fill the buffer with everything from byte `start` of the file on, and return the byte where it ends."""
         end = start
         for at, data in items:
             buffer[at - start : at - start + len(data)] = data
@@ -245,6 +253,4 @@ class _Job:
             for i in range(0, p.extent.nbytes, self.block_size):
                 self._digest(p, target[i : i + self.block_size], i)
             end = max(end, p.extent.stop)
-        if end > start:
-            local.write_at(self.fd, buffer[: end - start], start)
-            self.progress(end - start)
+        return end

@@ -1,17 +1,25 @@
-"""Owns the declaration, a rank-independent table of what ranks hold, and merges what all ranks declare into one."""
+"""Owns the declaration: the table of what ranks hold, in pieces that ranks share and the boxes that are a rank's own.
+
+A piece has all entries whose names differ in their digits alone: the same parameter of every layer. Where some ranks
+hold other experts or stages than others, all pieces but those are still equal, and each is sent once.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
-from ckptspec.errors import SaveError, Where
+from ckptspec.format.box import Box
 from ckptspec.format.layout import BoxesLayout, Layout, Mesh
 from ckptspec.format.manifest import FlatGroup, Manifest, TensorEntry, body_document, body_from_document
-from ckptspec.format.placement import resolve
+
+_DIGITS = re.compile(r"[0-9]+")
+Boxes = tuple[Box, ...]
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,33 @@ class Declaration:
 
 
 TABLES = tuple(f.name for f in fields(Declaration))
+HEAD = ("meshes", "layouts")
+
+
+@dataclass(frozen=True)
+class Body:
+    """A declaration as it is sent: its pieces, meshes and layouts first, and the rank's own boxes.
+
+    `boxes` has an entry for every boxes layout of the pieces, `boxes.0`, `boxes.1` and so on, which list nothing.
+    """
+
+    pieces: tuple[Declaration, ...]
+    boxes: tuple[Boxes, ...]
+
+    @cached_property
+    def encoded(self) -> tuple[bytes, ...]:
+        """The bytes of each piece."""
+        return tuple(map(encode, self.pieces))
+
+    @cached_property
+    def digests(self) -> tuple[bytes, ...]:
+        """The digest of each piece."""
+        return tuple(map(digest, self.encoded))
+
+    @cached_property
+    def digest(self) -> str:
+        """The hex sha256 that names all pieces together: equal on ranks that hold alike."""
+        return hashlib.sha256(b"".join(self.digests)).hexdigest()
 
 
 def of_manifest(m: Manifest) -> Declaration:
@@ -35,10 +70,15 @@ def of_manifest(m: Manifest) -> Declaration:
     return Declaration(**{table: getattr(m, table) for table in TABLES})
 
 
+def tables(d: Declaration) -> dict[str, Any]:
+    """Return the declaration as the keyword arguments it shares with Manifest."""
+    return {table: getattr(d, table) for table in TABLES}
+
+
 def encode(d: Declaration) -> bytes:
-    """Return the canonical JSON bytes of a declaration; equal declarations give equal bytes."""
+    """Return the JSON bytes of a declaration; equal declarations in equal order give equal bytes."""
     body = body_document(Manifest(save_id="", step=0, world_size=1, **tables(d)))
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+    return json.dumps({k: v for k, v in body.items() if v}, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def decode(data: bytes) -> Declaration:
@@ -46,79 +86,56 @@ def decode(data: bytes) -> Declaration:
     return Declaration(**body_from_document(json.loads(data)))
 
 
-def tables(d: Declaration) -> dict[str, Any]:
-    """Return the declaration as the keyword arguments it shares with Manifest."""
-    return {table: getattr(d, table) for table in TABLES}
+def digest(data: bytes) -> bytes:
+    """Return the sha256 that names an encoded piece."""
+    return hashlib.sha256(data).digest()
 
 
-def digest(data: bytes) -> str:
-    """Return the hex sha256 that names an encoded declaration."""
-    return hashlib.sha256(data).hexdigest()
+def body(d: Declaration, rank: int) -> Body:
+    """Return what `rank` sends of its declaration."""
+    common, boxes = _without_boxes(d, rank)
+    return Body(tuple(_split(common)), boxes)
 
 
-def merge(parts: Sequence[tuple[Declaration, Sequence[int]]]) -> Declaration:
-    """Return the union of what groups of ranks declare.
+def _without_boxes(d: Declaration, rank: int) -> tuple[Declaration, tuple[Boxes, ...]]:
+    """Return the declaration with boxes layouts that list nothing, one for each shape and boxes, and those boxes."""
+    listed = {name for name, layout in d.layouts.items() if isinstance(layout, BoxesLayout)}
+    if not listed:
+        return d, ()
+    classes: dict[tuple[Any, Boxes], str] = {}
+    tensors = dict(d.tensors)
+    for name, entry in d.tensors.items():
+        if entry.layout in listed:
+            key = entry.shape, _own(d.layouts[entry.layout], rank)
+            tensors[name] = replace(entry, layout=classes.setdefault(key, f"boxes.{len(classes)}"))
+    kept = {name: layout for name, layout in d.layouts.items() if name not in listed}
+    layouts = {**kept, **{name: BoxesLayout(()) for name in classes.values()}}
+    return replace(d, layouts=layouts, tensors=tensors), tuple(boxes for _, boxes in classes)
 
-    Raises SaveError [P-DECLARE] naming the entry and two ranks where the same name is declared in two ways.
-    """
-    if len(parts) == 1:
-        return parts[0][0]
-    merged: dict[str, dict[str, Any]] = {table: {} for table in TABLES}
-    owner: dict[tuple[str, str], int] = {}
-    for declaration, ranks in parts:
-        for table, entries in tables(declaration).items():
+
+def _own(layout: Layout, rank: int) -> Boxes:
+    listed: Iterable[tuple[int, Box]] = layout.boxes if isinstance(layout, BoxesLayout) else ()
+    return tuple(box for holder, box in listed if holder == rank and not box.empty)
+
+
+def _split(d: Declaration) -> Iterable[Declaration]:
+    """Yield meshes and layouts, then the entries by the pattern of their names, in the order patterns are met."""
+    yield Declaration(d.meshes, d.layouts)
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for table, entries in tables(d).items():
+        if table not in HEAD:
             for name, entry in entries.items():
-                known = merged[table].setdefault(name, entry)
-                if known != entry and isinstance(known, BoxesLayout) and isinstance(entry, BoxesLayout):
-                    merged[table][name] = _union(known, entry)
-                    continue
-                rank = owner.setdefault((table, name), ranks[0])
-                if known is not entry and known != entry:
-                    raise _conflict(table, name, (rank, known), (ranks[0], entry))
-    return Declaration(**merged)
+                piece = found.setdefault(_DIGITS.sub("#", name), {})
+                piece.setdefault(table, {})[name] = entry
+    for piece in found.values():
+        yield Declaration(**piece)
 
 
-def _union(one: BoxesLayout, two: BoxesLayout) -> BoxesLayout:
-    """Return all listed boxes, by rank, each rank's in its own order."""
-    known = set(one.boxes)
-    boxes = (*one.boxes, *(b for b in two.boxes if b not in known))
-    return BoxesLayout(tuple(sorted(boxes, key=lambda listed: listed[0])))
+def pack_boxes(boxes: Sequence[Boxes]) -> list[Any]:
+    """Return a rank's own boxes as plain lists."""
+    return [[[list(b.offsets), list(b.sizes)] for b in one] for one in boxes]
 
 
-def check_holders(merged: Declaration, parts: Sequence[tuple[Declaration, Sequence[int]]]) -> None:
-    """Raise SaveError [P-DECLARE] where a rank that a tensor's layout takes in does not hold it, or another does."""
-    if len(parts) == 1:
-        return
-    everyone = sorted(rank for _, ranks in parts for rank in ranks)
-    members: dict[str, set[int]] = {}
-    for name, entry in merged.tensors.items():
-        holding = {rank for d, ranks in parts if name in d.tensors or name in d.aliases for rank in ranks}
-        if entry.shape is None or len(holding) == len(everyone):
-            continue
-        if entry.layout not in members:
-            members[entry.layout] = set(resolve(merged.layouts[entry.layout], merged.meshes).ranks())
-        if holding != members[entry.layout]:
-            odd = sorted(holding ^ members[entry.layout])
-            raise SaveError(
-                f"tensor {name!r} is not held by the ranks its layout {entry.layout!r} names",
-                rank=odd[0],
-                rule="P-DECLARE",
-                where=Where(tensor=name, rank=odd[0]),
-                expected=f"held by {len(members[entry.layout])} ranks",
-                found=f"{'not held' if odd[0] not in holding else 'held'} by rank {odd[0]}",
-                advice="every rank of the layout must have the tensor in its state; wrap per-rank tensors in Local",
-            )
-
-
-def _conflict(table: str, name: str, one: tuple[int, Any], two: tuple[int, Any]) -> SaveError:
-    where = Where(tensor=name, rank=two[0])
-    message = f"ranks {one[0]} and {two[0]} declare {table.removesuffix('s')} {name!r} in two ways"
-    return SaveError(
-        message,
-        rank=two[0],
-        rule="P-DECLARE",
-        where=where,
-        expected=f"{one[1]} as rank {one[0]} has it",
-        found=f"{two[1]}",
-        advice="every rank must hold the same dtype, global shape and layout; wrap per-rank values in ckptspec.Local",
-    )
+def unpack_boxes(plain: Sequence[Any]) -> tuple[Boxes, ...]:
+    """Return the boxes that `pack_boxes` wrote."""
+    return tuple(tuple(Box(tuple(o), tuple(s)) for o, s in one) for one in plain)

@@ -179,8 +179,8 @@ def document(m: Manifest) -> dict[str, Any]:
     return {**head, "meshes": meshes, "shards": shards, **body, "annotations": dict(m.annotations)}
 
 
-def _compact(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(", ", ": "))
+_compact = json.JSONEncoder(ensure_ascii=False, separators=(", ", ": ")).encode
+_quoted = json.encoder.encode_basestring
 
 
 def _group_lines(name: str, group: Mapping[str, Any]) -> str:
@@ -196,7 +196,7 @@ def _field_lines(key: str, value: Any) -> str:
     if key == "shards" and value:
         return f'"{key}": [\n  ' + ",\n  ".join(map(_compact, value)) + "]"
     if key in ("meshes", "layouts", "tensors", "objects", "aliases", "omitted") and value:
-        return f'"{key}": {{\n  ' + ",\n  ".join(f"{_compact(n)}: {_compact(x)}" for n, x in value.items()) + "}"
+        return f'"{key}": {{\n  ' + ",\n  ".join(f"{_quoted(n)}: {_compact(x)}" for n, x in value.items()) + "}"
     return f'"{key}": {_compact(value)}'
 
 

@@ -107,6 +107,11 @@ def moves(rank: int, index: Index, parts: Sequence[Part]) -> Iterator[Move]:
             raise PlanError(message, rule="T-COVER", where=where, expected=expected, found=str(found))
 
 
+def whole_chunks(index: Index) -> dict[tuple[str, Box], int]:
+    """Return the row of every chunk by tensor name and box: a need that is one of them needs no search."""
+    return {(index.names[c.tensor], c.box): row for row, c in enumerate(index.chunks)}
+
+
 def _rows(index: Index, names: set[str]) -> dict[str, list[int]]:
     numbers = {i: name for i, name in enumerate(index.names) if name in names}
     out: dict[str, list[int]] = {}

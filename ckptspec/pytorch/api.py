@@ -17,7 +17,7 @@ from ckptspec.engine.pool import DEFAULT_BUDGET, shared_pool
 from ckptspec.format.manifest import Manifest
 from ckptspec.format.pause import collector_paused
 from ckptspec.pytorch import group
-from ckptspec.pytorch.capture import REPLICATED, capture
+from ckptspec.pytorch.capture import HELD, REPLICATED, capture
 from ckptspec.pytorch.declare import snapshot
 from ckptspec.pytorch.load import Cast, LoadResult, Options
 from ckptspec.pytorch.load import load as run_load
@@ -56,6 +56,7 @@ def save(
     *,
     step: int,
     plain: str = REPLICATED,
+    ties: Mapping[str, str] | None = None,
     copies: int = 1,
     on_existing: str = "refuse",
     digest: str = "xxh3-128",
@@ -93,13 +94,14 @@ def save(
         wall_clock_seconds=_elapsed(known),
         producer={"name": "ckptspec", "version": version("ckptspec"), "torch": torch.__version__},
         annotations=annotations or {},
+        whole=plain != HELD,
         known_save=known.save_id if known and known.step == step else None,
     )
     channel = group.channel(silence)
     pool = shared_pool(memory, block_size)
 
     def take() -> Any:
-        return snapshot(capture(state, rank=here.rank, world=here.size, plain=plain))
+        return snapshot(capture(state, rank=here.rank, world=here.size, plain=plain, ties=ties))
 
     with collector_paused():
         manifest = engine_save.save(folder, take, request, channel, pool)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptspec.errors import StateError, Where
 from ckptspec.format import objects
-from ckptspec.format.box import Box
+from ckptspec.format.box import Box, contains
 from ckptspec.format.dtypes import DTYPES
 from ckptspec.format.layout import BoxesLayout, Layout, LocalLayout, Mesh, MeshLayout
 from ckptspec.format.manifest import TensorEntry
@@ -21,15 +22,17 @@ from ckptspec.format.names import escape
 from ckptspec.format.objects import DeviceValue, DTypeValue, SizeValue, TensorRef
 from ckptspec.format.pause import collector_paused
 from ckptspec.format.placement import resolve
+from ckptspec.pytorch.dtensors import placed
 from ckptspec.pytorch.holding import TorchHolding
-from ckptspec.pytorch.layouts import WORLD, device_mesh, flat, placed, world_mesh
+from ckptspec.pytorch.layouts import WORLD, flat, world_mesh
 from ckptspec.pytorch.wrappers import FlatShard, Local, Shard
 
 _DICTS = (dict, OrderedDict, defaultdict)
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 DEPTH_LIMIT = 64
 SMALL_ARRAY = 64 << 10  # a numpy array above this many bytes is a tensor, not a value of the state
-REPLICATED, LOCAL = "replicated", "local"
+REPLICATED, LOCAL, HELD = "replicated", "local", "held"
+_SHARED, _PRIVATE = MeshLayout(WORLD), LocalLayout()
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,8 @@ class Capture:
     layouts: dict[str, Layout] = field(default_factory=dict)
     groups: dict[str, list[tuple[str, FlatShard]]] = field(default_factory=dict)
     private: set[str] = field(default_factory=set)
+    ties: Mapping[str, str] = field(default_factory=dict)
+    walked: set[str] = field(default_factory=set)
 
 
 def encode_value(value: Any) -> objects.Special | None:
@@ -85,16 +90,27 @@ def decode_value(value: objects.Special) -> Any:
     return value
 
 
-def capture(state: Any, *, rank: int, world: int, plain: str = REPLICATED, tie: bool = True) -> Capture:
+def capture(
+    state: Any,
+    *,
+    rank: int,
+    world: int,
+    plain: str = REPLICATED,
+    tie: bool = True,
+    ties: Mapping[str, str] | None = None,
+) -> Capture:
     """Return what a rank holds of `state`; raises StateError [P-STATE] naming the key of what cannot be saved.
 
-    With `tie`, tensors that are the same memory become one payload and aliases.
+    With `tie`, tensors that are the same memory become one payload and aliases; `ties` says which names, here or on
+    other ranks, are further names of a tensor.
     """
-    if plain not in (REPLICATED, LOCAL):
-        raise ValueError(f"plain must be {REPLICATED!r} or {LOCAL!r}, not {plain!r}")
+    if plain not in (REPLICATED, LOCAL, HELD):
+        raise ValueError(f"plain must be {REPLICATED!r}, {HELD!r} or {LOCAL!r}, not {plain!r}")
+    if chained := next((target for target in (ties or {}).values() if target in (ties or {})), None):
+        raise ValueError(f"ties must lead to a tensor, and {chained!r} is tied itself")
     if type(state) not in (*_DICTS, list, tuple):
         raise StateError("a state is a dict, list or tuple", rule="P-STATE", found=type(state).__name__)
-    walk = _Walk(Capture(rank, world, plain), tie)
+    walk = _Walk(Capture(rank, world, plain, ties=ties or {}), tie)
     with collector_paused():
         walk.out.tree = walk.node(state, "", plain == LOCAL, 0)
     return walk.out
@@ -138,26 +154,23 @@ class _Walk:
     def tensor(self, t: Tensor, name: str, local: bool) -> TensorRef:
         if isinstance(t, DTensor):
             return self.dtensor(t, name)
+        shape = tuple(t.shape)
+        whole = (Box((0,) * len(shape), shape),)
         if local:
-            return self.add(t, name, LOCAL, LocalLayout(), None, (Box.whole(t.shape),))
-        self.out.meshes.setdefault(WORLD, world_mesh(self.out.world))
-        return self.add(t, name, REPLICATED, MeshLayout(WORLD), tuple(t.shape), (Box.whole(t.shape),))
+            return self.add(t, name, LOCAL, _PRIVATE, None, whole)
+        if WORLD not in self.out.meshes:
+            self.out.meshes[WORLD] = world_mesh(self.out.world)
+        return self.add(t, name, REPLICATED, _SHARED, shape, whole)
 
     def dtensor(self, t: DTensor, name: str) -> TensorRef:
-        mesh_name, mesh = device_mesh(t.device_mesh)
-        layout_name, layout = placed(t, mesh_name, mesh, name)
-        self.out.meshes.setdefault(mesh_name, mesh)
-        place = resolve(layout, {mesh_name: mesh})
-        held = place.local_shape(t.shape, self.out.rank)
+        p = placed(t, self.out.rank, name)
+        self.out.meshes.setdefault(p.mesh_name, p.mesh)
         local = t.to_local().detach()
-        if held is None or tuple(held) != tuple(local.shape):
-            found = f"{list(local.shape)} of {list(t.shape)}, {list(map(str, t.placements))}"
-            raise refuse(name, "the local tensor is not what its placements say", rank=self.out.rank,
-                          expected=f"shape {list(held or ())}", found=found)  # fmt: skip
-        boxes = place.boxes(t.shape, self.out.rank)
-        return self.add(local, name, layout_name, layout, tuple(t.shape), boxes, parameter=_is_parameter(t))
+        return self.add(local, name, p.layout_name, p.layout, tuple(t.shape), p.boxes, parameter=_is_parameter(t))
 
     def flat(self, f: FlatShard, name: str) -> TensorRef:
+        if name in self.out.ties:
+            raise refuse(name, "a slice of a flat buffer cannot be tied")
         mesh_name, mesh, layout, valid = flat(f, self.out.rank, self.out.world, name)
         self.out.meshes.setdefault(mesh_name, mesh)
         text = "+".join(map(str, layout.bounds)) if layout.bounds else str(layout.align)
@@ -170,6 +183,11 @@ class _Walk:
 
     def shard(self, s: Shard, name: str) -> TensorRef:
         boxes = tuple(Box(tuple(map(int, o)), tuple(map(int, n))) for o, n in s.boxes)
+        for b in boxes:
+            if len(b.offsets) != b.ndim or b.ndim != len(s.shape) or not contains(Box.whole(s.shape), b):
+                found = f"{list(b.offsets)} + {list(b.sizes)}"
+                raise refuse(name, "a box does not lie inside the tensor's shape", rank=self.out.rank,
+                              expected=f"inside {list(s.shape)}", found=found)  # fmt: skip
         boxes = tuple(b for b in boxes if not b.empty)
         if sum(b.numel for b in boxes) != s.tensor.numel():
             raise refuse(name, "the boxes do not add up to the tensor", rank=self.out.rank,
@@ -194,20 +212,43 @@ class _Walk:
         padding: Tensor | None = None,
         parameter: bool = False,
     ) -> TensorRef:
-        """Record one tensor and return its reference: to itself, or to the tensor whose memory it shares."""
+        """Record one tensor and return its reference: to itself, or to the tensor whose memory or tie it shares."""
         dtype = _dtype(t, name)
+        if name in self.out.walked:
+            raise refuse(name, "two keys have one name", rule="P-NAME")
+        self.out.walked.add(name)
+        place = self.out.ties.get(name, name)
         if self.tie and t.numel():
             key = (t.device, t.data_ptr(), t.dtype, t.shape, t.stride(), t.is_conj(), t.is_neg(), layout_name, shape)
-            first = self.seen.setdefault(key, name)
-            if first != name:
-                self.out.aliases[name] = first
-                return TensorRef(first)
-        if name in self.out.leaves or name in self.out.aliases:
-            raise refuse(name, "two keys have one name", rule="P-NAME")
-        self.out.layouts.setdefault(layout_name, layout)
-        role = _role(name, t, layout_name, parameter)
-        self.out.leaves[name] = Leaf(TensorEntry(dtype, shape, layout_name, role), boxes, t, padding)
-        return TensorRef(name)
+            first = self.seen.setdefault(key, place)
+            if first != place and place != name:
+                advice = f"tie {first!r} as well"
+                raise refuse(name, f"it is the memory of {first!r}, but tied to {place!r}", advice=advice)
+            place = first
+        if place != name:
+            self.out.aliases[name] = place
+        entry = TensorEntry(dtype, shape, layout_name, _role(place, t, layout_name, parameter))
+        leaf = Leaf(entry, boxes, t, padding)
+        if place in self.out.leaves:
+            self.same(name, leaf, place)
+        else:
+            self.out.layouts.setdefault(layout_name, layout)
+            self.out.leaves[place] = leaf
+        return TensorRef(place)
+
+    def same(self, name: str, leaf: Leaf, place: str) -> None:
+        """Refuse a tensor that is not the very one under whose name it would be stored."""
+        known = self.out.leaves[place]
+        if known.tensor is leaf.tensor or known.tensor.data_ptr() == leaf.tensor.data_ptr():
+            return
+        alike = replace(known.entry, role=leaf.entry.role) == leaf.entry and known.boxes == leaf.boxes
+        if not alike or not torch.equal(_raw(known.tensor), _raw(leaf.tensor)):
+            raise refuse(name, f"it is tied to {place!r} but differs from it", rank=self.out.rank,
+                          expected=f"the bytes of {place!r}", found="other bytes" if alike else f"{leaf.entry}")  # fmt: skip
+
+
+def _raw(t: Tensor) -> Tensor:
+    return t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def refuse(name: str, message: str, *, rank: int | None = None, rule: str = "P-STATE", **details: Any) -> StateError:

@@ -76,7 +76,7 @@ def snapshot(capture: Capture) -> Snapshot:
 
 def _snapshot(capture: Capture) -> Snapshot:
     packed = objects.objects(capture.tree, encode=encode_value)
-    for name in packed.keys() & (capture.leaves.keys() | capture.aliases.keys()):
+    for name in packed.keys() & capture.walked:
         raise refuse(name, "two keys have one name", rule="P-NAME")
     declaration = Declaration(
         capture.meshes,
@@ -89,4 +89,6 @@ def _snapshot(capture: Capture) -> Snapshot:
     state = objects.pack(capture.tree, encode=encode_value)
     holdings = {n: leaf.holding for n, leaf in capture.leaves.items()}
     local = {n: tuple(leaf.tensor.shape) for n, leaf in capture.leaves.items() if leaf.entry.shape is None}
-    return Snapshot(declaration, state, holdings, {n: leaf.boxes for n, leaf in capture.leaves.items()}, local, packed)
+    boxes = {n: leaf.boxes for n, leaf in capture.leaves.items()}
+    tied = tuple(sorted(capture.walked & {*capture.ties, *capture.ties.values()}))
+    return Snapshot(declaration, state, holdings, boxes, local, packed, capture.ties, tied)

@@ -117,6 +117,7 @@ class _Load:
         self.rank, self.world = rank, world
         self.pool: Pool = shared_pool(options.memory, manifest.block_size)
         self.casts: dict[str, tuple[str, str]] = {}
+        self.local_rows: dict[str, int] | None = None
 
     def run(self, attempt: Attempt) -> LoadResult:
         self._same_world()
@@ -214,7 +215,8 @@ class _Load:
             return PlanError("layouts differ", rule="R-LAYOUT", where=where, expected=kinds[entry.shape is None],
                              found=kinds[leaf.entry.shape is None],
                              advice="wrap it in ckptspec.Local, or unwrap it, as it was saved")  # fmt: skip
-        if any(s == 0 and n > 1 for s, n in zip(leaf.tensor.stride(), leaf.tensor.shape, strict=True)):
+        strides = leaf.tensor.stride()
+        if 0 in strides and any(s == 0 and n > 1 for s, n in zip(strides, leaf.tensor.shape, strict=True)):
             return PlanError("an expanded tensor cannot be filled", rule="R-LAYOUT", where=where,
                              advice="give it memory of its own: tensor.clone()")  # fmt: skip
         return self._compare_layout(target, leaf, where)
@@ -224,7 +226,10 @@ class _Load:
         if entry.shape is None:
             return None
         place = resolve(self.manifest.layouts[entry.layout], self.manifest.meshes)
-        held, here = place.boxes(entry.shape, self.rank), tuple(b for b in leaf.boxes if not b.empty)
+        held = place.boxes(entry.shape, self.rank)
+        if held == leaf.boxes:
+            return None
+        here = tuple(b for b in leaf.boxes if not b.empty)
         if held == here:
             return None
         return PlanError(
@@ -238,7 +243,9 @@ class _Load:
 
     def _local_shape(self, name: str) -> tuple[int, ...]:
         index = self.opened.document(self.rank).index
-        return index.shapes[index.names.index(name)]
+        if self.local_rows is None:
+            self.local_rows = {name: row for row, name in enumerate(index.names)}
+        return index.shapes[self.local_rows[name]]
 
     def _may_cast(self, name: str) -> bool:
         cast = self.options.cast
