@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ckptspec.errors import CommitUncertainError as CommitUncertainError
     from ckptspec.errors import FormatError as FormatError
     from ckptspec.errors import IntegrityError as IntegrityError
+    from ckptspec.errors import LoadError as LoadError
     from ckptspec.errors import ManifestError as ManifestError
     from ckptspec.errors import NotCommittedError as NotCommittedError
     from ckptspec.errors import PlanError as PlanError
@@ -29,13 +30,15 @@ if TYPE_CHECKING:
     from ckptspec.pytorch.api import load as load
     from ckptspec.pytorch.api import save as save
     from ckptspec.pytorch.load import LoadResult as LoadResult
+    from ckptspec.pytorch.pieces import register_pieces as register_pieces
+    from ckptspec.pytorch.wrappers import RNG as RNG
     from ckptspec.pytorch.wrappers import FlatShard as FlatShard
     from ckptspec.pytorch.wrappers import Local as Local
-    from ckptspec.pytorch.wrappers import Shard as Shard
+    from ckptspec.pytorch.wrappers import Replicated as Replicated
 
 _ERRORS = (
-    "CkptspecError CommitUncertainError FormatError IntegrityError ManifestError NotCommittedError PlanError SaveError "
-    "ShardError StateError UnsupportedVersionError ValidationFailed"
+    "CkptspecError CommitUncertainError FormatError IntegrityError LoadError ManifestError NotCommittedError PlanError "
+    "SaveError ShardError StateError UnsupportedVersionError ValidationFailed"
 )
 _HOMES = {
     "engine.locate": "latest",
@@ -47,7 +50,8 @@ _HOMES = {
     "format.target": "Target",
     "pytorch.api": "load save",
     "pytorch.load": "LoadResult",
-    "pytorch.wrappers": "FlatShard Local Shard",
+    "pytorch.pieces": "register_pieces",
+    "pytorch.wrappers": "FlatShard Local RNG Replicated",
 }
 _HOME = {name: f"ckptspec.{module}" for module, names in _HOMES.items() for name in names.split()}
 

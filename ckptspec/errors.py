@@ -106,6 +106,14 @@ class PlanError(CkptspecError):
     """The request cannot be met with this checkpoint."""
 
 
+class LoadError(CkptspecError):
+    """A load failed on another rank, `rank`; the destination is undefined where the message says so."""
+
+    def __init__(self, message: str, *, rank: int | None = None, **details: Any) -> None:
+        super().__init__(message, **details)
+        self.rank = rank
+
+
 class SaveError(CkptspecError):
     """A save failed and left nothing visible; `rank` names who failed."""
 

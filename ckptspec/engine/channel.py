@@ -25,7 +25,8 @@ class Channel:
 
     `silence` is how many seconds a rank may give no sign of life before all others give up on it; it may be changed
     between attempts, on all ranks alike. `opening` is how long the first meeting may take (default: `silence`). `host`
-    is the rank whose process serves the store, where that is known: it is named when the store is lost.
+    is the rank whose process serves the store, where that is known: it is named when the store is lost. `threaded` is
+    for simulations of many ranks in one process: without a thread no heart beats and no call is given up.
 
     Raises SaveError [P-AGREE] naming the ranks that did not come.
     """
@@ -39,8 +40,9 @@ class Channel:
         *,
         opening: float | None = None,
         host: int | None = None,
+        threaded: bool | None = None,
     ) -> None:
-        line = Line(store, threaded=world_size > 1)
+        line = Line(store, threaded=world_size > 1 if threaded is None else threaded)
         self._stop = weakref.finalize(self, line.stop)
         self._seat = Seat(line, rank, world_size, silence, host)
         self._number = 0

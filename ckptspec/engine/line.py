@@ -103,8 +103,9 @@ class Line:
         return self._pid == os.getpid()
 
     def live(self, heart: Heart | None) -> None:
-        """Beat this heart from the next call on, or none."""
-        self._heart, self._due = heart, 0.0
+        """Beat this heart from the next call on, first after one interval; or none."""
+        self._due = time.monotonic() + heart.interval if heart is not None else 0.0
+        self._heart = heart
 
     def stop(self) -> None:
         """End the thread; it is left behind where the store holds it."""

@@ -16,6 +16,7 @@ from ckptspec.engine import commit, replicas
 from ckptspec.engine.channel import Attempt, Channel
 from ckptspec.engine.declaring import Declaring
 from ckptspec.engine.pool import Pool
+from ckptspec.engine.receipt import receipt, received
 from ckptspec.engine.snapshot import Placed, Snapshot
 from ckptspec.engine.writer import Written, plan_shard, write_shard
 from ckptspec.errors import CommitUncertainError, SaveError, Where
@@ -112,7 +113,7 @@ class _Save:
         self.attempt.post("hand-in", _pack([name, *vars(written).values(), checks.digests()]))
         if self.rank != 0:
             self._detail(checks, self.attempt.await_("checked"))
-            return manifest.parse(self.attempt.outcome())
+            return received(self.attempt.outcome(), self.run)
         return self._commit(opening, declared, checks)
 
     # ---- opening -----------------------------------------------------------------------------------------------------
@@ -203,15 +204,16 @@ class _Save:
         )
         m = self._manifest(opening, declared, shards)
         data = manifest.dump(m)
-        commit.publish(
+        m = replace(m, digest=manifest.digest_of(data))
+        folder = commit.publish(
             self.staging,
             data,
             {s.path: s.nbytes for s in shards},
             on_existing=self.request.on_existing,
             decide=self.attempt.decide_commit,
         )
-        self.attempt.done(data)
-        return replace(m, digest=manifest.digest_of(data))
+        self.attempt.done(receipt(m, folder))
+        return m
 
     def _manifest(self, opening: Opening, declared: Declaration, shards: tuple[ShardEntry, ...]) -> Manifest:
         r = self.request

@@ -19,7 +19,7 @@ from ckptspec.format.placement import resolve
 class Snapshot:
     """One rank's state: declaration, packed state tree, holdings and boxes by name, local shapes, objects.
 
-    `ties` are names declared to be a tensor of another name, on any rank; `tied` are those of either kind in this state.
+    `ties` are names declared to be a tensor of another name, on any rank; `tied` are those of both kinds held here.
     """
 
     declaration: Declaration

@@ -246,7 +246,7 @@ def _bits(mask: int) -> Iterator[int]:
 
 def _renumbered(found: Numbers, places: dict[int, int]) -> Numbers:
     if isinstance(found, int):
-        return places.setdefault(found, len(places))
+        return places.setdefault(found, len(places)) if found else 0  # a piece without names asks for nobody
     return {name: places.setdefault(mask, len(places)) for name, mask in found.items()}
 
 

@@ -18,9 +18,12 @@ from ckptspec.format.manifest import Manifest
 from ckptspec.format.pause import collector_paused
 from ckptspec.pytorch import group
 from ckptspec.pytorch.capture import HELD, REPLICATED, capture
+from ckptspec.pytorch.compare import Cast
 from ckptspec.pytorch.declare import snapshot
-from ckptspec.pytorch.load import Cast, LoadResult, Options
+from ckptspec.pytorch.load import LoadResult, Options
 from ckptspec.pytorch.load import load as run_load
+from ckptspec.pytorch.materialize import Materialize
+from ckptspec.pytorch.select import listed
 
 _STARTED = time.monotonic()
 
@@ -57,6 +60,8 @@ def save(
     step: int,
     plain: str = REPLICATED,
     ties: Mapping[str, str] | None = None,
+    scope: str = "full",
+    exclude: Sequence[str] = (),
     copies: int = 1,
     on_existing: str = "refuse",
     digest: str = "xxh3-128",
@@ -68,16 +73,20 @@ def save(
 ) -> Manifest:
     """Write `state` durably to RUN/step-<8 digits>/, every rank calling this, and return its manifest.
 
-    `state` is a nested dict, list or tuple of tensors and typed Python values. Plain tensors and values must be equal
-    on all ranks (checked) unless wrapped in Local or saved with plain="local". `copies` is how many ranks store each
-    replicated element; `memory` (bytes) bounds what this rank uses beyond the state; `silence` (seconds) is how long a
-    rank may show no sign of life. Raises StateError naming the key of what cannot be saved, SaveError on every rank
-    naming the rank that failed, CommitUncertainError where nobody saw the outcome (SPEC section Commit).
+    `state` is a nested dict, list or tuple of tensors, typed Python values and objects: modules, optimizers, and
+    whatever has state_dict and load_state_dict. Plain tensors and values must be equal on all ranks (checked) unless
+    wrapped in Local or Replicated, or saved with plain="local". With scope="partial" what `exclude` names (names,
+    prefixes or globs) is left out and recorded as omitted. `copies` is how many ranks store each replicated element;
+    `memory` (bytes) bounds what this rank uses beyond the state; `silence` (seconds) is how long a rank may show no
+    sign of life. Raises StateError naming the key of what cannot be saved, SaveError on every rank naming the rank that
+    failed, CommitUncertainError where nobody saw the outcome (SPEC section Commit).
     """
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 53:
         raise ValueError(f"step must be an integer from 0 to 2^53 - 1, not {step!r}")
     if on_existing not in ("refuse", "supersede"):
         raise ValueError(f'on_existing is "refuse" or "supersede", not {on_existing!r}')
+    if scope not in ("full", "partial") or (scope == "partial") != bool(exclude):
+        raise ValueError('scope is "full", or "partial" with the names to leave out in exclude=[...]')
     folder = os.fspath(run)
     known = _known.get(os.path.realpath(folder))
     here = group.world()
@@ -101,7 +110,9 @@ def save(
     pool = shared_pool(memory, block_size)
 
     def take() -> Any:
-        return snapshot(capture(state, rank=here.rank, world=here.size, plain=plain, ties=ties))
+        return snapshot(
+            capture(state, rank=here.rank, world=here.size, plain=plain, ties=ties, exclude=listed(exclude))
+        )
 
     with collector_paused():
         manifest = engine_save.save(folder, take, request, channel, pool)
@@ -119,18 +130,21 @@ def load(
     missing: str = "error",
     unexpected: str = "error",
     cast: Cast | None = None,
+    materialize: Materialize | None = None,
     memory: int = DEFAULT_BUDGET,
     silence: float = group.DEFAULT_SILENCE,
 ) -> LoadResult:
     """Fill `into` in place from the checkpoint at `path` (a folder, its manifest.json, or a run: its newest), verified.
 
     Every rank calls it; one rank's failure raises on all, and `into` is then undefined. Tensors keep their memory,
-    Python values are replaced in their containers. Names, dtypes and shapes must agree, unless `only` / `skip` (names,
+    Python values are replaced in their containers, objects get theirs by load_state_dict, last. A fresh optimizer gets
+    its state without a step. Meta tensors are refused unless `materialize` gives them memory: a device, or a function
+    that makes a real tensor of a meta one. Names, dtypes and shapes must agree, unless `only` / `skip` (names,
     prefixes or globs), missing="keep", unexpected="ignore" or `cast` (True, or names) say otherwise; every deviation is
     in the result. Raises PlanError for what does not fit, IntegrityError naming file, tensor and byte range for damaged
     bytes, NotCommittedError where there is no checkpoint.
     """
-    options = Options(exact, only, skip, missing, unexpected, cast, memory)
+    options = Options(exact, only, skip, missing, unexpected, cast, materialize, memory)
     with collector_paused():
         result, manifest = run_load(path, into, options, silence)
     _remember(os.path.dirname(os.path.abspath(result.path)), manifest)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -12,82 +11,32 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ckptspec.errors import StateError, Where
-from ckptspec.format import objects
+from ckptspec.errors import StateError
 from ckptspec.format.box import Box, contains
-from ckptspec.format.dtypes import DTYPES
-from ckptspec.format.layout import BoxesLayout, Layout, LocalLayout, Mesh, MeshLayout
-from ckptspec.format.manifest import TensorEntry
+from ckptspec.format.layout import BoxesLayout, LocalLayout, MeshLayout
 from ckptspec.format.names import escape
-from ckptspec.format.objects import DeviceValue, DTypeValue, SizeValue, TensorRef
+from ckptspec.format.objects import TensorRef
 from ckptspec.format.pause import collector_paused
 from ckptspec.format.placement import resolve
+from ckptspec.pytorch.adapters.base import Context, Saved
+from ckptspec.pytorch.adapters.names import Parameters
+from ckptspec.pytorch.adapters.pieces import PiecesAdapter
+from ckptspec.pytorch.adapters.registry import Open, opener
 from ckptspec.pytorch.dtensors import placed
-from ckptspec.pytorch.holding import TorchHolding
+from ckptspec.pytorch.how import How
 from ckptspec.pytorch.layouts import WORLD, flat, world_mesh
-from ckptspec.pytorch.wrappers import FlatShard, Local, Shard
+from ckptspec.pytorch.pieces import MARK, has_pieces
+from ckptspec.pytorch.record import Capture, Declared, Recorder
+from ckptspec.pytorch.select import matches
+from ckptspec.pytorch.values import PLAIN, SMALL_ARRAY, from_numpy, refuse
+from ckptspec.pytorch.wrappers import FlatShard, Local, Owned, Replicated, Shard
 
 _DICTS = (dict, OrderedDict, defaultdict)
-_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_SCALARS = frozenset((str, int, float, bool, type(None), bytes, complex, torch.dtype, torch.Size, torch.device))
 DEPTH_LIMIT = 64
-SMALL_ARRAY = 64 << 10  # a numpy array above this many bytes is a tensor, not a value of the state
 REPLICATED, LOCAL, HELD = "replicated", "local", "held"
+EXCLUDED = "excluded"
 _SHARED, _PRIVATE = MeshLayout(WORLD), LocalLayout()
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """One tensor of a state as this rank holds it: what it declares, the boxes held, and the local torch tensor."""
-
-    entry: TensorEntry
-    boxes: tuple[Box, ...]
-    tensor: Tensor
-    padding: Tensor | None = None
-
-    @property
-    def holding(self) -> TorchHolding:
-        """The bytes of the boxes."""
-        return TorchHolding(self.tensor, self.boxes)
-
-
-@dataclass
-class Capture:
-    """A walked state: the tree with references for tensors, every leaf by name, and the declared tables."""
-
-    rank: int
-    world: int
-    plain: str
-    tree: Any = None
-    leaves: dict[str, Leaf] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
-    meshes: dict[str, Mesh] = field(default_factory=dict)
-    layouts: dict[str, Layout] = field(default_factory=dict)
-    groups: dict[str, list[tuple[str, FlatShard]]] = field(default_factory=dict)
-    private: set[str] = field(default_factory=set)
-    ties: Mapping[str, str] = field(default_factory=dict)
-    walked: set[str] = field(default_factory=set)
-
-
-def encode_value(value: Any) -> objects.Special | None:
-    """Return the core's value for a torch.dtype, torch.Size or torch.device, else None."""
-    if type(value) is torch.dtype:
-        return DTypeValue(str(value).removeprefix("torch."))
-    if type(value) is torch.Size:
-        return SizeValue(tuple(value))
-    if type(value) is torch.device:
-        return DeviceValue(str(value))
-    return None
-
-
-def decode_value(value: objects.Special) -> Any:
-    """Return torch's value for what `encode_value` gave; references stay as they are."""
-    if isinstance(value, DTypeValue):
-        return getattr(torch, value.name)
-    if isinstance(value, SizeValue):
-        return torch.Size(value.dims)
-    if isinstance(value, DeviceValue):
-        return torch.device(value.name)
-    return value
 
 
 def capture(
@@ -98,11 +47,14 @@ def capture(
     plain: str = REPLICATED,
     tie: bool = True,
     ties: Mapping[str, str] | None = None,
+    exclude: Sequence[str] = (),
+    saved: Saved | None = None,
 ) -> Capture:
     """Return what a rank holds of `state`; raises StateError [P-STATE] naming the key of what cannot be saved.
 
     With `tie`, tensors that are the same memory become one payload and aliases; `ties` says which names, here or on
-    other ranks, are further names of a tensor.
+    other ranks, are further names of a tensor. `exclude` are names, prefixes and globs to leave out. `saved` is what a
+    load reads: objects then are opened in the shape it has.
     """
     if plain not in (REPLICATED, LOCAL, HELD):
         raise ValueError(f"plain must be {REPLICATED!r}, {HELD!r} or {LOCAL!r}, not {plain!r}")
@@ -110,63 +62,119 @@ def capture(
         raise ValueError(f"ties must lead to a tensor, and {chained!r} is tied itself")
     if type(state) not in (*_DICTS, list, tuple):
         raise StateError("a state is a dict, list or tuple", rule="P-STATE", found=type(state).__name__)
-    walk = _Walk(Capture(rank, world, plain, ties=ties or {}), tie)
+    walk = _Walk(Capture(rank, world, plain, ties=ties or {}), tie, tuple(exclude), saved, state)
     with collector_paused():
-        walk.out.tree = walk.node(state, "", plain == LOCAL, 0)
+        walk.out.tree = walk.node(state, "", How(local=plain == LOCAL), 0)
     return walk.out
 
 
 class _Walk:
     """One walk over a state tree."""
 
-    def __init__(self, out: Capture, tie: bool) -> None:
+    def __init__(self, out: Capture, tie: bool, exclude: tuple[str, ...], saved: Saved | None, state: Any) -> None:
         self.out = out
-        self.tie = tie
-        self.seen: dict[tuple[Any, ...], str] = {}
+        self.add = Recorder(out, tie).add
+        self.exclude = exclude
+        self.saved = saved
+        self.state = state
+        self.parameters: Parameters | None = None
 
-    def node(self, value: Any, name: str, local: bool, depth: int) -> Any:
+    def node(self, value: Any, name: str, how: How, depth: int) -> Any:
         kind = type(value)
         if kind in _DICTS or kind is list or kind is tuple:
-            return self.container(value, name, local, depth + 1)
+            return self.container(value, name, how, depth + 1)
         if isinstance(value, Tensor):
-            return self.tensor(value, name, local)
-        if kind is Local:
-            self.out.private.add(name)
-            return self.node(value.value, name, True, depth + 1)
+            return self.tensor(value, name, how, depth)
+        if kind in _SCALARS:
+            return value
         if kind is FlatShard:
             return self.flat(value, name)
         if kind is Shard:
             return self.shard(value, name)
         if kind is numpy.ndarray and value.nbytes > SMALL_ARRAY and value.dtype.kind in "biufc":
-            return self.tensor(_from_numpy(value, name), name, local)
-        return value
+            return self.tensor(from_numpy(value, name), name, how, depth)
+        if kind in (Local, Replicated, Owned):
+            return self.wrapped(value, name, how, depth)
+        opens = opener(value)
+        return value if opens is None else self.object(value, name, how, depth, opens)
 
-    def container(self, value: Any, name: str, local: bool, depth: int) -> Any:
+    def container(self, value: Any, name: str, how: How, depth: int) -> Any:
         if depth > DEPTH_LIMIT:
             raise refuse(name, f"nested more than {DEPTH_LIMIT} deep, or containing itself")
         prefix = f"{name}/" if name else ""
         node = self.node
         if isinstance(value, dict):
-            return {k: node(v, prefix + escape(str(k)), local, depth) for k, v in value.items()}
-        items = [node(v, f"{prefix}{i}", local, depth) for i, v in enumerate(value)]
-        return items if type(value) is list else tuple(items)
+            if MARK in value and self.saved is None and name not in self.out.opened:
+                raise refuse(name, f"the key {MARK!r} is reserved for tensors that were taken apart")
+            items = ((k, prefix + escape(str(k)), v) for k, v in value.items())
+            return {k: node(v, n, how, depth) for k, n, v in items if not self.left_out(n)}
+        for i in range(len(value)) if self.exclude else ():
+            if matches(f"{prefix}{i}", self.exclude):
+                raise refuse(f"{prefix}{i}", "a part of a list cannot be excluded", advice=f"exclude all of {name!r}")
+        nodes = [node(v, f"{prefix}{i}", how, depth) for i, v in enumerate(value)]
+        return nodes if type(value) is list else tuple(nodes)
 
-    def tensor(self, t: Tensor, name: str, local: bool) -> TensorRef:
+    def left_out(self, name: str) -> bool:
+        """Tell whether a name is excluded, and keep a record of it."""
+        if not self.exclude or not matches(name, self.exclude):
+            return False
+        self.out.omitted[name] = EXCLUDED
+        return True
+
+    def wrapped(self, value: Any, name: str, how: How, depth: int) -> Any:
+        if type(value) is Owned:
+            return self.node(value.value, name, how.inside(name, None, How(owner=True)), depth)
+        if type(value) is Replicated:
+            if not 0 <= value.source < self.out.world:
+                raise refuse(name, "the source of a replicated value is no rank", found=str(value.source))
+            return self.node(value.value, name, how.inside(name, value.only, How(source=value.source)), depth + 1)
+        if value.only is None:
+            self.out.private.add(name)
+        return self.node(value.value, name, how.inside(name, value.only, How(local=True)), depth + 1)
+
+    def object(self, value: Any, name: str, how: How, depth: int, opens: Open) -> Any:
+        """Open an object and walk the tree it gives."""
+        opened = opens(value, Context(name, self.out.rank, self.out.world, self.named, self.saved))
+        self.out.opened[name] = opened
+        self.out.omitted.update((n, why) for n, why in opened.omitted.items() if not matches(n, self.exclude))
+        if opened.private:
+            self.out.private.add(name)
+            how = how.inside(name, None, How(local=True))
+        return self.node(opened.tree, name, how.as_role(opened.role), depth + 1)
+
+    def named(self, parameters: Sequence[Any], place: str) -> Mapping[int, str]:
+        """Return the names of an optimizer's parameters, found in the whole state when first asked."""
+        if self.parameters is None:
+            self.parameters = Parameters(self.state)
+        return self.parameters.of(parameters, place)
+
+    def tensor(self, t: Tensor, name: str, how: How, depth: int) -> Any:
         if isinstance(t, DTensor):
-            return self.dtensor(t, name)
-        shape = tuple(t.shape)
+            return self.dtensor(t, name, how)
+        if type(t) not in PLAIN and has_pieces(t):
+            return self.object(t, name, how, depth, PiecesAdapter)
+        how, shape = how.at(name), tuple(t.shape)
         whole = (Box((0,) * len(shape), shape),)
-        if local:
-            return self.add(t, name, LOCAL, _PRIVATE, None, whole)
+        if how.local:
+            return self.add(t, name, Declared(LOCAL, _PRIVATE, None, whole, how.role))
         if WORLD not in self.out.meshes:
             self.out.meshes[WORLD] = world_mesh(self.out.world)
-        return self.add(t, name, REPLICATED, _SHARED, shape, whole)
+        if how.owner:
+            alone = MeshLayout(WORLD, (), {"rank": self.out.rank})
+            return self.add(t, name, Declared(f"rank:{self.out.rank}", alone, shape, whole, how.role))
+        if how.source is None or not t.numel():
+            return self.add(t, name, Declared(REPLICATED, _SHARED, shape, whole, how.role))
+        held = whole if how.source == self.out.rank else ()
+        text = f"rank:{how.source}:{'x'.join(map(str, shape)) or 'scalar'}"
+        layout = BoxesLayout(((how.source, whole[0]),))
+        return self.add(t, name, Declared(text, layout, shape, held, how.role), reads=whole)
 
-    def dtensor(self, t: DTensor, name: str) -> TensorRef:
+    def dtensor(self, t: DTensor, name: str, how: How) -> TensorRef:
         p = placed(t, self.out.rank, name)
         self.out.meshes.setdefault(p.mesh_name, p.mesh)
         local = t.to_local().detach()
-        return self.add(local, name, p.layout_name, p.layout, tuple(t.shape), p.boxes, parameter=_is_parameter(t))
+        role = "parameter" if isinstance(t, torch.nn.Parameter) else how.role
+        return self.add(local, name, Declared(p.layout_name, p.layout, tuple(t.shape), p.boxes, role))
 
     def flat(self, f: FlatShard, name: str) -> TensorRef:
         if name in self.out.ties:
@@ -177,9 +185,8 @@ class _Walk:
         box = (Box((f.offset,), (valid,)),) if valid else ()
         self.out.groups.setdefault(f.group, []).append((name, f))
         padding = f.tensor.detach()[valid:] if valid < f.tensor.numel() else None
-        return self.add(
-            f.tensor.detach()[:valid], name, f"flat:{mesh_name}:{text}", layout, (f.numel,), box, padding=padding
-        )
+        declared = Declared(f"flat:{mesh_name}:{text}", layout, (f.numel,), box)
+        return self.add(f.tensor.detach()[:valid], name, declared, padding=padding)
 
     def shard(self, s: Shard, name: str) -> TensorRef:
         boxes = tuple(Box(tuple(map(int, o)), tuple(map(int, n))) for o, n in s.boxes)
@@ -198,98 +205,4 @@ class _Walk:
         if held != tuple(s.tensor.shape):
             raise refuse(name, "the boxes put together are not the tensor", rank=self.out.rank,
                           expected=f"shape {list(s.tensor.shape)}", found=f"{held}")  # fmt: skip
-        return self.add(s.tensor, name, f"boxes:{name}", layout, tuple(map(int, s.shape)), boxes)
-
-    def add(
-        self,
-        t: Tensor,
-        name: str,
-        layout_name: str,
-        layout: Layout,
-        shape: tuple[int, ...] | None,
-        boxes: tuple[Box, ...],
-        *,
-        padding: Tensor | None = None,
-        parameter: bool = False,
-    ) -> TensorRef:
-        """Record one tensor and return its reference: to itself, or to the tensor whose memory or tie it shares."""
-        dtype = _dtype(t, name)
-        if name in self.out.walked:
-            raise refuse(name, "two keys have one name", rule="P-NAME")
-        self.out.walked.add(name)
-        place = self.out.ties.get(name, name)
-        if self.tie and t.numel():
-            key = (t.device, t.data_ptr(), t.dtype, t.shape, t.stride(), t.is_conj(), t.is_neg(), layout_name, shape)
-            first = self.seen.setdefault(key, place)
-            if first != place and place != name:
-                advice = f"tie {first!r} as well"
-                raise refuse(name, f"it is the memory of {first!r}, but tied to {place!r}", advice=advice)
-            place = first
-        if place != name:
-            self.out.aliases[name] = place
-        entry = TensorEntry(dtype, shape, layout_name, _role(place, t, layout_name, parameter))
-        leaf = Leaf(entry, boxes, t, padding)
-        if place in self.out.leaves:
-            self.same(name, leaf, place)
-        else:
-            self.out.layouts.setdefault(layout_name, layout)
-            self.out.leaves[place] = leaf
-        return TensorRef(place)
-
-    def same(self, name: str, leaf: Leaf, place: str) -> None:
-        """Refuse a tensor that is not the very one under whose name it would be stored."""
-        known = self.out.leaves[place]
-        if known.tensor is leaf.tensor or known.tensor.data_ptr() == leaf.tensor.data_ptr():
-            return
-        alike = replace(known.entry, role=leaf.entry.role) == leaf.entry and known.boxes == leaf.boxes
-        if not alike or not torch.equal(_raw(known.tensor), _raw(leaf.tensor)):
-            raise refuse(name, f"it is tied to {place!r} but differs from it", rank=self.out.rank,
-                          expected=f"the bytes of {place!r}", found="other bytes" if alike else f"{leaf.entry}")  # fmt: skip
-
-
-def _raw(t: Tensor) -> Tensor:
-    return t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-
-
-def refuse(name: str, message: str, *, rank: int | None = None, rule: str = "P-STATE", **details: Any) -> StateError:
-    """Return the error that names the key of what cannot be saved, and why."""
-    return StateError(message, rule=rule, where=Where(tensor=name, rank=rank), **details)
-
-
-def _from_numpy(array: Any, name: str) -> Tensor:
-    try:
-        return torch.from_numpy(array)
-    except (TypeError, ValueError) as e:
-        raise refuse(name, f"torch cannot hold this numpy array: {e}") from None
-
-
-_DTYPE_NAMES = {getattr(torch, n): n for n in DTYPES if hasattr(torch, n)}
-
-
-def _dtype(t: Tensor, name: str) -> str:
-    """Return the dtype's name; raises StateError for a tensor that is not plain strided memory of a known dtype."""
-    if type(t) not in _PLAIN:
-        raise refuse(name, "a tensor subclass has no plain bytes", found=type(t).__name__)
-    if t.layout is not torch.strided or t.is_meta or t.is_quantized or t.is_nested:
-        kind = "a meta tensor" if t.is_meta else f"a {t.layout} tensor"
-        raise refuse(name, f"{kind} holds no bytes that can be stored")
-    dtype = _DTYPE_NAMES.get(t.dtype)
-    if dtype is None:
-        raise refuse(name, "this dtype cannot be stored", rule="T-DTYPE", found=str(t.dtype))
-    return dtype
-
-
-def _is_parameter(t: Tensor) -> bool:
-    return isinstance(t, torch.nn.Parameter)
-
-
-def _role(name: str, t: Tensor, layout: str, parameter: bool) -> str:
-    """Return what a tensor is for, by its type and the first key of its path; nothing is decided by it."""
-    top = name.split("/", 1)[0]
-    if parameter or isinstance(t, torch.nn.Parameter):
-        return "parameter"
-    if top in ("model", "module", "params"):
-        return "parameter" if t.is_floating_point() else "buffer"
-    if layout.startswith("flat:") or top in ("optimizer", "optim"):
-        return "optimizer"
-    return "rng" if top == "rng" else "other"
+        return self.add(s.tensor, name, Declared(f"boxes:{name}", layout, tuple(map(int, s.shape)), boxes))

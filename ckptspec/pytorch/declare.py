@@ -12,7 +12,9 @@ from ckptspec.format.declaration import Declaration
 from ckptspec.format.manifest import FlatGroup, Member
 from ckptspec.format.names import name_fault
 from ckptspec.format.pause import collector_paused
-from ckptspec.pytorch.capture import LOCAL, Capture, encode_value, refuse
+from ckptspec.pytorch.capture import LOCAL
+from ckptspec.pytorch.record import Capture
+from ckptspec.pytorch.values import encode_value, refuse
 
 
 def flat_groups(capture: Capture) -> dict[str, FlatGroup]:
@@ -85,6 +87,7 @@ def _snapshot(capture: Capture) -> Snapshot:
         object_kinds(capture, packed),
         flat_groups(capture),
         capture.aliases,
+        capture.omitted,
     )
     state = objects.pack(capture.tree, encode=encode_value)
     holdings = {n: leaf.holding for n, leaf in capture.leaves.items()}

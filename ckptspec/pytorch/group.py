@@ -34,11 +34,13 @@ def world() -> World:
 
 
 def _store() -> Any:
-    """Return a store connection of our own: the process group's, cloned, or the launcher's agent store."""
+    """Return the process group's store, or the launcher's agent store; the channel talks over a clone of it.
+
+    Holding the original keeps rank 0's server alive until the others have read how a save ended.
+    """
     if dist.is_available() and dist.is_initialized():
-        store: Any = distributed_c10d._get_default_store()
-        return store.clone()
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return distributed_c10d._get_default_store()
+    if _served_by_agent():
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False)
     raise SaveError(
@@ -48,18 +50,24 @@ def _store() -> Any:
     )
 
 
-_channels: dict[tuple[int, int, int], Channel] = {}
+def _served_by_agent() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+# The process group is kept beside its channel: a new group must never be taken for a dead one at the same address.
+_channels: dict[tuple[int, int, int], tuple[Any, Channel]] = {}
 
 
 def channel(silence: float = DEFAULT_SILENCE) -> Channel:
     """Return this process's channel, opened at the first call and again when the process group is another one."""
     here = world()
-    group = id(distributed_c10d._get_default_group()) if dist.is_available() and dist.is_initialized() else 0
-    key = (here.rank, here.size, group)
+    group = distributed_c10d._get_default_group() if dist.is_available() and dist.is_initialized() else None
+    key = (here.rank, here.size, id(group))
     if key not in _channels:
         store = LocalStore() if here.size == 1 else _store()
         _channels.clear()
-        _channels[key] = Channel(store, here.rank, here.size, silence=silence)
-    found = _channels[key]
+        host = None if _served_by_agent() else 0
+        _channels[key] = group, Channel(store, here.rank, here.size, silence=silence, host=host)
+    found = _channels[key][1]
     found.silence = silence
     return found

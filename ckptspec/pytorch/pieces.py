@@ -24,9 +24,10 @@ _constructors: dict[str, Constructor] = {}
 
 
 def register_pieces(key: str, constructor: Constructor) -> None:
-    """Let `constructor(pieces, metadata)` rebuild the tensors that were saved under `key`; the last one registered wins.
+    """Let `constructor(pieces, metadata)` rebuild the tensors that were saved under `key`.
 
-    Nothing a checkpoint names is ever imported: a key that nobody registered is an error at load.
+    Nothing a checkpoint names is ever imported: a key that nobody registered is an error at load. The last constructor
+    registered under a key wins.
     """
     _constructors[key] = constructor
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -28,6 +28,17 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
     return any(name == p or name.startswith(p + "/") or fnmatchcase(name, p) for p in patterns)
 
 
+def listed(patterns: Iterable[str]) -> tuple[str, ...]:
+    """Return patterns as a tuple; a single text is one pattern, not its letters."""
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+
+
+def asked_for(only: Patterns, skip: Patterns) -> Callable[[str], bool]:
+    """Return what tells whether a name is to be loaded."""
+    chosen, dropped = listed(only) if only is not None else None, listed(skip or ())
+    return lambda name: (chosen is None or matches(name, chosen)) and not matches(name, dropped)
+
+
 def select(
     state: Sequence[str],
     checkpoint: Sequence[str],
@@ -41,11 +52,7 @@ def select(
     """Return the selection; raises PlanError [R-NAME] with both lists printed for names that only one side has."""
     if missing not in ("error", "keep") or unexpected not in ("error", "ignore"):
         raise ValueError('missing is "error" or "keep", unexpected is "error" or "ignore"')
-    chosen, dropped = tuple(only) if only is not None else None, tuple(skip or ())
-
-    def wanted(name: str) -> bool:
-        return (chosen is None or matches(name, chosen)) and not matches(name, dropped)
-
+    wanted = asked_for(only, skip)
     have, here = set(checkpoint), set(state)
     absent = tuple(n for n in state if wanted(n) and n not in have)
     extra = tuple(n for n in checkpoint if wanted(n) and n not in here)
@@ -62,10 +69,21 @@ def _list(names: Sequence[str]) -> str:
 
 
 def _mismatch(absent: Sequence[str], extra: Sequence[str], manifest: Manifest | None) -> PlanError:
-    omitted = [f"{n} was omitted as {manifest.omitted[n]}" for n in absent if manifest and n in manifest.omitted]
+    omitted = _omitted(absent, manifest.omitted) if manifest else []
     note = f" ({'; '.join(omitted)})" if omitted else ""
     return PlanError(
         f"names differ: missing in the checkpoint: {_list(absent)}{note}; unexpected in it: {_list(extra)}",
         rule="R-NAME",
         advice='rename the keys, or pass missing="keep" / unexpected="ignore" / only= / skip= to leave names out',
     )
+
+
+def _omitted(names: Sequence[str], omitted: Mapping[str, str]) -> list[str]:
+    """Return in words which names, or places above them, were left out of the checkpoint on purpose."""
+    found: dict[str, None] = {}
+    for name in names if omitted else ():
+        places = [name, *(name[:i] for i in range(len(name) - 1, 0, -1) if name[i] == "/")]
+        place = next((p for p in places if p in omitted), None)
+        if place is not None:
+            found[f"{place} was omitted as {omitted[place]}"] = None
+    return list(found)[:SHOWN]

@@ -35,12 +35,12 @@ class ModuleAdapter(Adapter):
         super().__init__(value, {k: v for k, v in tree.items() if v is not ABSENT})
 
     def restore(self) -> Any:
-        """Hand the filled state_dict to the module: live tensors are what they are, hooks and extra state see theirs."""
+        """Hand the filled state_dict to the module: a live tensor is copied onto itself, hooks and extra state run."""
         filled = type(self._live)(self._live)
         for short, value in self.tree.items():
             filled[self._keys[short]] = assemble(value, f"{self._name}/{short}")
         if hasattr(self._live, "_metadata"):
-            filled._metadata = self._live._metadata  # versions of the modules' state: those of this code
+            filled._metadata = self._live._metadata  # type: ignore[attr-defined]  # versions: those of this code
         result = self._module.load_state_dict(filled, strict=False)
         own = {id(t) for t in (*self._module.parameters(), *self._module.buffers())}
         lost = [k for k in result.unexpected_keys if id(self._live.get(k)) not in own]

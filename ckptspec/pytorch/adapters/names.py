@@ -69,8 +69,8 @@ class Parameters:
                 self._found.setdefault(id(parameter), (name, names.short(key)))
         elif isinstance(node, (dict, list, tuple)) and id(node) not in self._seen:
             self._seen.add(id(node))
-            for key, child in node.items() if isinstance(node, dict) else enumerate(node):
-                self._walk(child, f"{name}/{escape(str(key))}" if name else escape(str(key)))
+            for token, child in node.items() if isinstance(node, dict) else enumerate(node):
+                self._walk(child, f"{name}/{escape(str(token))}" if name else escape(str(token)))
 
     def of(self, parameters: Sequence[Tensor], place: str) -> Mapping[int, str]:
         """Return the name of each parameter of the optimizer at `place`, by identity.

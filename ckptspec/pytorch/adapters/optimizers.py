@@ -19,6 +19,7 @@ from ckptspec.format.manifest import Manifest
 from ckptspec.format.names import escape
 from ckptspec.pytorch.adapters.base import ABSENT, OPTIMIZERS, Adapter, Chosen, Context, misfit
 from ckptspec.pytorch.adapters.template import Template
+from ckptspec.pytorch.layouts import WORLD
 from ckptspec.pytorch.pieces import assemble
 
 FROZEN, NEVER_STEPPED = "frozen", "never_stepped"
@@ -108,15 +109,17 @@ class OptimizerAdapter(Adapter):
             return
         groups = saved["param_groups"]
         if len(groups) != len(self._groups):
+            advice = f"skip={[place]!r} keeps the groups as they are"
             yield misfit(place, "another number of parameter groups", expected=str(len(groups)),
-                         found=str(len(self._groups)), advice=f"skip={[place]!r} keeps the groups as they are")  # fmt: skip
+                         found=str(len(self._groups)), advice=advice)  # fmt: skip
             return
         for i, (there, here) in enumerate(zip(groups, self._group_names(), strict=True)):
             missing = [n for n in here if n not in set(there["params"])]
             extra = [n for n in there["params"] if n not in set(here)]
             if (missing and not chosen.keep_missing) or (extra and not chosen.ignore_unexpected):
+                advice = f"skip={[place]!r} keeps the groups as they are"
                 yield misfit(f"{place}/{i}", "the group holds other parameters", expected=_some(extra) or "no others",
-                             found=_some(missing) or "none of them", advice=f"skip={[place]!r} keeps the groups")  # fmt: skip
+                             found=_some(missing) or "none of them", advice=advice)  # fmt: skip
             chosen.missing += [f"{place}/{i}/params/{escape(n)}" for n in missing]
             chosen.unexpected += [f"{place}/{i}/params/{escape(n)}" for n in extra]
 
@@ -167,7 +170,7 @@ def new_state(
     """
     entry = m.tensors[target]
     layout = m.layouts[entry.layout]
-    if isinstance(p, DTensor) and isinstance(layout, MeshLayout) and not _plain(layout, m):
+    if isinstance(p, DTensor) and isinstance(layout, MeshLayout) and not _plain(layout):
         if shape == tuple(p.shape):
             local = torch.empty_like(p.to_local().detach(), dtype=kind)
             return DTensor.from_local(
@@ -179,9 +182,9 @@ def new_state(
     return torch.empty(shape, dtype=kind, device=device)
 
 
-def _plain(layout: MeshLayout, m: Manifest) -> bool:
-    """Tell whether a layout is that of plain tensors: whole on every rank of a mesh that only counts ranks."""
-    return not any(layout.dims) and [a.name for a in m.meshes[layout.mesh].axes] == ["rank"]
+def _plain(layout: MeshLayout) -> bool:
+    """Tell whether a layout is that of plain tensors: whole on all ranks, or on those of them that have it."""
+    return not any(layout.dims) and layout.mesh.partition("@")[0] == WORLD
 
 
 def _over_mesh(p: DTensor, layout: MeshLayout, kind: torch.dtype, shape: tuple[int, ...]) -> Tensor:

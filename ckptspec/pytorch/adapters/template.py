@@ -1,4 +1,4 @@
-"""Owns templates: trees in the shape the checkpoint has, of live tensors where there are some and new ones elsewhere."""
+"""Owns templates: trees shaped as in the checkpoint, of live tensors where there are some, and new ones elsewhere."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ckptspec.format.dtypes import dtype
 from ckptspec.format.names import escape
 from ckptspec.format.objects import TensorRef
 from ckptspec.pytorch.adapters.base import ABSENT, Saved, misfit
+from ckptspec.pytorch.values import PLAIN
 
 Make = Callable[[str, str, torch.dtype, tuple[int, ...]], Tensor]
 
@@ -27,6 +29,7 @@ class Template:
     def __init__(self, saved: Saved, make: Make = plain) -> None:
         self._saved = saved
         self._make = make
+        self._taken: dict[tuple[torch.device, int], str] = {}
         self.dropped = False  # whether something was left out because nobody asked for it
 
     def like(self, saved: Any, live: Any, name: str) -> Any:
@@ -35,7 +38,7 @@ class Template:
         What is not wanted stays as it is, or is absent. Raises PlanError where a list would get a hole.
         """
         if type(saved) is TensorRef:
-            if isinstance(live, Tensor) and not live.is_meta:
+            if isinstance(live, Tensor) and not live.is_meta and self._free(live, saved.name):
                 return live
             return self._new(name, saved.name) if self._wanted(name) else ABSENT
         if not _holds_tensor(saved):
@@ -49,6 +52,12 @@ class Template:
         if any(x is ABSENT for x in items):
             raise misfit(name, "a part of a list cannot be left out", advice=f"skip all of {name!r}")
         return items if type(saved) is list else tuple(items)
+
+    def _free(self, live: Tensor, target: str) -> bool:
+        """Tell whether a live tensor is not yet to be filled from another tensor of the checkpoint."""
+        if isinstance(live, DTensor) or type(live) not in PLAIN or not live.numel():
+            return True
+        return self._taken.setdefault((live.device, live.data_ptr()), target) == target
 
     def _wanted(self, name: str) -> bool:
         wanted = self._saved.wanted(name)

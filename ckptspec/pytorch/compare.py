@@ -1,0 +1,123 @@
+"""Owns the comparison of the state's tensors with the checkpoint's, before a byte is read; moves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from ckptspec.engine.fetch import Opened
+from ckptspec.errors import PlanError, Where
+from ckptspec.format.box import Box
+from ckptspec.format.layout import BoxesLayout, Layout, MeshLayout
+from ckptspec.format.manifest import TensorEntry
+from ckptspec.format.placement import resolve
+from ckptspec.pytorch.record import Leaf
+from ckptspec.pytorch.select import listed, matches
+
+Cast = bool | Sequence[str]
+_SHOWN = 20
+
+
+class Comparison:
+    """What the tensors of one rank's state have in common with those of a checkpoint; collects the casts it allows."""
+
+    def __init__(self, opened: Opened, rank: int, cast: Cast | None) -> None:
+        self.opened = opened
+        self.manifest = opened.manifest
+        self.rank = rank
+        self.cast = cast
+        self.casts: dict[str, tuple[str, str]] = {}
+        self.filled: dict[tuple[object, ...], str] = {}
+        self.rows: dict[str, int] | None = None
+
+    def fault(self, name: str, target: str, leaf: Leaf) -> PlanError | None:
+        """Return why a tensor of the state cannot take the one stored: dtype, shape, memory or layout."""
+        entry = self.manifest.tensors[target]
+        where = Where(tensor=name, rank=self.rank)
+        if entry.dtype != leaf.entry.dtype:
+            if not self._may_cast(name):
+                advice = 'convert the state first, or pass cast=["name or glob"]'
+                return PlanError("dtypes differ", rule="R-DTYPE", where=where, expected=entry.dtype,
+                                 found=leaf.entry.dtype, advice=advice)  # fmt: skip
+            self.casts[name] = (entry.dtype, leaf.entry.dtype)
+        return self._shapes(target, entry, leaf, where) or self._memory(name, target, leaf.tensor, where)
+
+    def _may_cast(self, name: str) -> bool:
+        return self.cast is True or (bool(self.cast) and matches(name, listed(self.cast)))  # type: ignore[arg-type]
+
+    def _shapes(self, target: str, entry: TensorEntry, leaf: Leaf, where: Where) -> PlanError | None:
+        shape = self._local_shape(target) if entry.shape is None else entry.shape
+        found = tuple(leaf.tensor.shape) if leaf.entry.shape is None else leaf.entry.shape
+        if shape != found:
+            return PlanError("shapes differ", rule="R-SHAPE", where=where, expected=str(list(shape)),
+                             found=str(list(found)))  # fmt: skip
+        if (entry.shape is None) != (leaf.entry.shape is None):
+            kinds = {True: "local: every rank its own", False: "shared by all ranks"}
+            return PlanError("layouts differ", rule="R-LAYOUT", where=where, expected=kinds[entry.shape is None],
+                             found=kinds[leaf.entry.shape is None],
+                             advice="wrap it in ckptspec.Local, or unwrap it, as it was saved")  # fmt: skip
+        return self._boxes(entry, leaf, where) if entry.shape is not None else None
+
+    def _local_shape(self, name: str) -> tuple[int, ...]:
+        index = self.opened.document(self.rank).index
+        if self.rows is None:
+            self.rows = {name: row for row, name in enumerate(index.names)}
+        return index.shapes[self.rows[name]]
+
+    def _boxes(self, entry: TensorEntry, leaf: Leaf, where: Where) -> PlanError | None:
+        layout, shape = self.manifest.layouts[entry.layout], entry.shape or ()
+        held = resolve(layout, self.manifest.meshes).boxes(shape, self.rank)
+        asked = leaf.boxes if leaf.reads is None else leaf.reads
+        if held == asked:
+            return None
+        here, whole = tuple(b for b in asked if not b.empty), Box.whole(shape)
+        if held == here or (whole.empty and not here) or (here == (whole,) and unsplit(layout, whole)):
+            return None
+        return PlanError(
+            "layouts differ, and this release loads only the layout that was saved",
+            rule="R-LAYOUT",
+            where=where,
+            expected=f"layout {entry.layout!r}: boxes {[(b.offsets, b.sizes) for b in held]}",
+            found=f"boxes {[(b.offsets, b.sizes) for b in here]}",
+            advice="build the state with the meshes and placements the checkpoint was saved with",
+        )
+
+    def _memory(self, name: str, target: str, t: Tensor, where: Where) -> PlanError | None:
+        """Return why memory cannot be filled: expanded, or one memory for two tensors of the checkpoint."""
+        strides = t.stride()
+        if 0 in strides and any(s == 0 and n > 1 for s, n in zip(strides, t.shape, strict=True)):
+            return PlanError("an expanded tensor cannot be filled", rule="R-LAYOUT", where=where,
+                             advice="give it memory of its own: tensor.clone()")  # fmt: skip
+        key = (t.device, t.data_ptr(), t.dtype, t.shape, t.stride())
+        other = self.filled.setdefault(key, target) if t.numel() else target
+        if other == target:
+            return None
+        return PlanError(
+            "two tensors share memory in the state but not in the checkpoint",
+            rule="Q-ALIAS",
+            where=Where(tensor=name),
+            expected=f"memory of its own: {other!r} is stored separately",
+            found="tied",
+            advice="untie them before the load",
+        )
+
+
+def unsplit(layout: Layout, whole: Box) -> bool:
+    """Tell whether whoever holds a tensor by this layout holds all of it: then any rank can read it so."""
+    if isinstance(layout, BoxesLayout):
+        return all(box == whole for _, box in layout.boxes)
+    return isinstance(layout, MeshLayout) and not any(layout.dims)
+
+
+def together(faults: Sequence[PlanError]) -> PlanError:
+    """Return one error for all faults."""
+    if len(faults) == 1:
+        return faults[0]
+    more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+    details: Mapping[str, object] = {**faults[0].details(), "where": None, "expected": None, "found": None}
+    return PlanError("; ".join(_short(f) for f in faults[:_SHOWN]) + more, **details)  # type: ignore[arg-type]
+
+
+def _short(fault: PlanError) -> str:
+    return str(fault).partition("\nadvice:")[0]
