@@ -52,7 +52,7 @@ class Checks:
         for r in batch:
             digest = _digest(self._snapshot.holdings[r.name], r.box, self._itemsize(r), buffer)
             key = _group_key(r.group)
-            self._found[key][f"{r.name} {list(r.box.offsets)}"] = digest  # one dict write: atomic under threads
+            self._found[key][f"{r.name}\0{list(r.box.offsets)}"] = digest  # one dict write: atomic under threads
 
     def _objects(self) -> dict[str, Digests]:
         """Return the digests of objects that are the same wherever they are, by group of holders."""
@@ -128,8 +128,11 @@ def disagreement(details: Sequence[Mapping[str, Mapping[str, bytes]]]) -> SaveEr
 
 def _error(group: str, name: str, odd: Sequence[int], holders: int) -> SaveError:
     what = "object" if group.startswith(OBJECTS) else "tensor"
-    path = name if group.startswith(OBJECTS) else name.rsplit(" ", 1)[0]
+    path = name if group.startswith(OBJECTS) else name.split("\0")[0]
     shown: Any = list(odd[:8])
+    advice = "make the ranks equal before the save, or wrap it: ckptspec.Local(x) keeps every rank's own"
+    if what == "tensor":
+        advice += ", ckptspec.Replicated(x, source=0) keeps rank 0's for all (under DDP, BatchNorm statistics differ)"
     return SaveError(
         f"{what} {path!r} differs between ranks that should hold equal bytes",
         rank=odd[0],
@@ -137,5 +140,5 @@ def _error(group: str, name: str, odd: Sequence[int], holders: int) -> SaveError
         where=Where(tensor=path, rank=odd[0]),
         expected=f"equal bytes on {holders} ranks",
         found=f"other bytes on ranks {shown}{' and more' if len(odd) > 8 else ''}",
-        advice="wrap it in ckptspec.Local to keep every rank's own, or make the ranks equal before the save",
+        advice=advice,
     )

@@ -74,9 +74,9 @@ def save(run: str, take: Callable[[], Snapshot], request: Request, channel: Chan
         agreed = attempt.fail(e)
         if not isinstance(agreed, CommitUncertainError):
             job.abandon()
-        if not isinstance(e, Exception):
+        if agreed is e or not isinstance(e, Exception):
             raise  # an interrupt stays one; the other ranks have been told
-        raise agreed from (None if agreed is e else e)
+        raise agreed from e
 
 
 class _Save:

@@ -103,9 +103,12 @@ class Merger:
     def check_whole(self) -> None:
         """Raise SaveError [P-DECLARE] where a group has some of another's tensors and none of its own.
 
-        Stages and experts bring their own; who only lacks something has most likely forgotten it.
+        Stages and experts bring their own; who only lacks something has most likely forgotten it. A layout that pins
+        axes says itself who holds the tensor.
         """
-        shared = {n for n, t in self._tables["tensors"].items() if t.shape is not None} | self._tables["aliases"].keys()
+        layouts, tensors = self._tables["layouts"], self._tables["tensors"]
+        shared = {n for n, t in tensors.items() if t.shape is not None and not getattr(layouts[t.layout], "at", None)}
+        shared |= self._tables["aliases"].keys()
         above = [(1 << len(self._groups)) - 1] * len(self._groups)  # who has all that a group has
         for mask in {self._held[name] for name in shared}:
             for bit in _bits(mask):

@@ -94,7 +94,7 @@ def narrow(name: str, layout: MeshLayout | FlatLayout, mesh: Mesh, ranks: Ranks)
     cut = [mesh.index(a) for a in _cut(layout)]
     free = [i for i in range(len(mesh.axes)) if i not in cut]
     kept = _places(layout, mesh, ranks, cut, free)
-    sizes = [mesh.shape[i] for i in free]
+    sizes = [1 if mesh.axes[i].name in layout.at else mesh.shape[i] for i in free]
     seen = [{place[i] for place in kept} for i in range(len(free))]
     if len(kept) == prod(sizes):
         return Narrowed(name, layout, mesh)
@@ -103,7 +103,7 @@ def narrow(name: str, layout: MeshLayout | FlatLayout, mesh: Mesh, ranks: Ranks)
         at = {mesh.axes[i].name: min(s) for i, s, n in zip(free, seen, sizes, strict=True) if n > 1 and len(s) == 1}
         if len(mesh.axes) > 1:
             pins = ",".join(f"{axis}={i}" for axis, i in at.items())
-            return Narrowed(f"{name}@{pins}", replace(layout, at=at), mesh)
+            return Narrowed(f"{name}@{pins}", replace(layout, at={**layout.at, **at}), mesh)
     label = f"{layout.mesh}@{tag(ranks)}"
     own = _own_mesh(mesh, ranks, kept, cut, free)
     return Narrowed(f"{name}@{tag(ranks)}", replace(layout, mesh=label, at={}), own)
