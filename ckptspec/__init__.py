@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckptspec.engine.locate import latest as latest
     from ckptspec.engine.read import read as read
+    from ckptspec.engine.rollback import rollback as rollback
     from ckptspec.engine.verify import validate as validate
     from ckptspec.errors import CkptspecError as CkptspecError
     from ckptspec.errors import CommitUncertainError as CommitUncertainError
@@ -43,6 +44,7 @@ _ERRORS = (
 _HOMES = {
     "engine.locate": "latest",
     "engine.read": "read",
+    "engine.rollback": "rollback",
     "engine.verify": "validate",
     "errors": _ERRORS,
     "format.manifest": "SPEC_VERSION Manifest",

@@ -95,7 +95,6 @@ def load(channel: Channel) -> bytes:
 
 def rank_main(scenario: Scenario, rank: int, folder: str, port: int) -> None:
     """One rank's process: two saves and a load, and a file that says how it went."""
-    started = time.monotonic()
     out: dict[str, Any] = {}
     channel = None
     try:
@@ -104,7 +103,6 @@ def rank_main(scenario: Scenario, rank: int, folder: str, port: int) -> None:
             store, rank, scenario.world, SILENCE, opening=20, host=0 if scenario.served_by_rank_0 else None
         )
         for step in (1, 2):
-            started = time.monotonic()
             told = save(
                 channel, os.path.join(folder, "run"), step, scenario.at(rank) if step == 2 else lambda point: None
             )
@@ -114,7 +112,6 @@ def rank_main(scenario: Scenario, rank: int, folder: str, port: int) -> None:
         out |= {"error": type(e).__name__, "rank": e.rank, "text": str(e), "cause": repr(e.__cause__)}
         if isinstance(e, CommitUncertainError):
             out["settled"] = commit.settle(os.path.join(folder, "run"), 2, SAVE_ID)
-    out["seconds"] = time.monotonic() - started
     Path(folder, f"{rank}.part").write_text(json.dumps(out))
     Path(folder, f"{rank}.part").rename(Path(folder, f"{rank}.json"))
     if channel is not None:

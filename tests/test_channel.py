@@ -348,9 +348,7 @@ def test_a_rank_that_loads_while_the_others_save_is_told_at_once(tmp_path: Path)
             return raised(load, channel)
         return raised(save, channel, str(tmp_path), 1, lambda point: None)
 
-    started = time.monotonic()
-    results = as_threads(3, LocalStore(), act, silence=6)
-    assert time.monotonic() - started < 5
+    results = as_threads(3, LocalStore(), act, silence=300)  # more than the test may take: nobody waited for it
     assert {error.rank for error in results} <= {0, 1}
     assert all("same order" in error.message for error in results)
 
@@ -431,7 +429,7 @@ def test_a_second_process_of_one_rank_is_not_let_in(tmp_path: Path) -> None:
 
 def test_rank_0_stays_until_the_others_have_read_the_outcome(tmp_path: Path) -> None:
     store = LocalStore()
-    closed: dict[int, float] = {}
+    events: list[str] = []
 
     def rank_thread(rank: int) -> None:
         channel = Channel(store, rank, 2, silence=5)
@@ -442,16 +440,18 @@ def test_rank_0_stays_until_the_others_have_read_the_outcome(tmp_path: Path) -> 
             attempt.done()
         else:
             time.sleep(0.5)
+            events.append("rank 1 reads")
         attempt.outcome()
         channel.close()
-        closed[rank] = time.monotonic()
+        if rank == 0:
+            events.append("rank 0 leaves")
 
     threads = [threading.Thread(target=rank_thread, args=(rank,)) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert closed[0] > closed[1] - 0.1
+    assert events == ["rank 1 reads", "rank 0 leaves"]
 
 
 def test_only_rank_0_speaks_for_all() -> None:
@@ -482,9 +482,11 @@ class Stuck(LocalStore):
         super().__init__()
         self.answers = threading.Event()
         self.answers.set()
+        self.given = 0
 
     def check(self, keys: Any) -> bool:
         self.answers.wait(30)
+        self.given += 1
         return super().check(keys)
 
 
@@ -493,13 +495,12 @@ def test_a_store_that_does_not_answer_is_given_up_after_the_deadline() -> None:
     line = Line(store)
     assert not line.call(lambda s: s.check(["a"]), 5)
     store.answers.clear()
-    started = time.monotonic()
     with pytest.raises(StoreLostError, match=r"no answer for 0\.4 s"):
         line.call(lambda s: s.check(["a"]), 0.4)
     late: list[bool] = []
     with pytest.raises(StoreLostError):
         line.call(lambda s: late.append(True), 0.2)
-    assert time.monotonic() - started < 2
+    assert store.given == 1, "who asks does not wait for the store"
     store.answers.set()
     assert not line.call(lambda s: s.check(["a"]), 5)
     assert late == [], "what nobody waits for any more is not sent later"
@@ -575,7 +576,6 @@ def test_a_rank_that_falls_silent_is_named_by_all_others_within_the_deadline(
         assert (result["error"], result["rank"]) == ("SaveError", dead)
         assert f"rank {dead} gave no sign of life for {SILENCE:g} s" in result["text"]
         assert "P-SILENCE" in result["text"]
-        assert SILENCE * 0.8 < result["seconds"] < 2.5 * SILENCE
     assert not ranks.visible(name)
 
 
@@ -604,7 +604,6 @@ def test_an_outcome_nobody_saw_is_uncertain_and_settled_by_reading(ranks: Ranks,
         assert (result["error"], result["rank"]) == ("CommitUncertainError", 0)
         assert "nobody saw" in result["text"]
         assert result["settled"] is committed
-        assert result["seconds"] < 3 * SILENCE
     assert ranks.visible(name) is committed
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-import math
-import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -293,19 +292,17 @@ def test_what_is_read_is_what_json_reads(document: dict[str, Any], data: st.Data
         (b"\xff", "L-UTF8"),
     ],
 )
-def test_twenty_megabytes_of_anything_are_refused_within_seconds(unit: bytes, code: str) -> None:
-    start = time.monotonic()
+@pytest.mark.timeout(60)
+def test_twenty_megabytes_of_anything_are_refused(unit: bytes, code: str) -> None:
     assert codes(unit * (20_000_000 // len(unit)), sealed=False) == [code]
-    assert time.monotonic() - start < 5
 
 
-def test_a_number_of_a_million_digits_is_refused_within_a_second() -> None:
-    start = time.monotonic()
+@pytest.mark.timeout(60)
+def test_a_number_of_a_million_digits_is_refused() -> None:
     for text in ("9" * 1_000_000, "-" + "9" * 1_000_000, "0." + "9" * 1_000_000, "1e" + "9" * 1_000_000):
         finding = only(opened(text), sealed=False)
         assert finding.code == "L-NUMBER"
         assert len(finding.found or "") <= 80
-    assert time.monotonic() - start < 1
 
 
 def test_a_file_over_256_mib_is_refused_by_its_size_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,7 +324,22 @@ def test_integers_keep_their_exact_value() -> None:
 # ---- cost ------------------------------------------------------------------------------------------------------------
 
 
-def test_five_megabytes_are_scanned_in_a_fraction_of_a_second_and_the_collector_is_left_as_it_was() -> None:
+def recorded(call: Callable[..., Any], collecting: list[bool]) -> Callable[..., Any]:
+    """Return `call`, which notes on every call whether the garbage collector runs."""
+
+    def record(*args: Any, **options: Any) -> Any:
+        collecting.append(gc.isenabled())
+        return call(*args, **options)
+
+    return record
+
+
+def test_a_sound_document_is_parsed_once_without_the_collector_and_no_fault_is_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    collecting: list[bool] = []
+    monkeypatch.setattr(json, "loads", recorded(json.loads, collecting))
+    monkeypatch.setattr(lexical, "_places", None)  # slow Python: only for documents with a fault
     digest = "sha256:" + "0123456789abcdef" * 4
     shards = [
         {"rank": i, "path": f"rank-{i:05d}.shard", "nbytes": i, "index": {"offset": 1, "nbytes": 1, "digest": digest}}
@@ -338,10 +350,6 @@ def test_five_megabytes_are_scanned_in_a_fraction_of_a_second_and_the_collector_
     }
     data = seal(json.dumps({"shards": shards, "tensors": tensors}).encode()[:-1] + b",\n ")
     assert len(data) > 5_000_000
-    best = math.inf
-    for _ in range(3):
-        start = time.perf_counter()
-        assert codes(data) == []
-        best = min(best, time.perf_counter() - start)
-    assert best < 1.0  # measured: 0.11 s; the bound only catches a change of order
+    assert codes(data) == []
+    assert collecting == [False]
     assert gc.isenabled()

@@ -9,7 +9,6 @@ import math
 import struct
 import subprocess
 import sys
-import time
 from typing import Any
 
 import ml_dtypes
@@ -20,6 +19,7 @@ from hypothesis import strategies as st
 
 from ckptspec.errors import ShardError, StateError
 from ckptspec.format import objects
+from ckptspec.format.names import name_fault
 from ckptspec.format.objects import DeviceValue, DTypeValue, NumpyValue, SizeValue, TensorRef, pack, parts, refs, unpack
 
 NAN_WITH_PAYLOAD = struct.unpack("<d", bytes.fromhex("efbeadde0000f47f"))[0]
@@ -292,15 +292,18 @@ def test_parts_never_change_the_state_and_name_each_part_once(state: Any) -> Non
 # ---- cost ------------------------------------------------------------------------------------------------------------
 
 
-def test_twenty_thousand_tensors_take_a_fraction_of_a_second() -> None:
+def test_each_of_twenty_thousand_names_is_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged: collections.Counter[str] = collections.Counter()
+
+    def judge(name: str) -> str | None:
+        judged[name] += 1
+        return name_fault(name)
+
+    monkeypatch.setattr(objects, "name_fault", judge)
     moments = ("exp_avg", "exp_avg_sq", "master", "step")
     state = {"optimizer": {i: {k: TensorRef(f"optimizer/{i}/{k}") for k in moments} for i in range(5000)}}
-    best = math.inf
-    for _ in range(5):
-        start = time.perf_counter()
-        assert sum(1 for _ in refs(unpack(pack(state)))) == 20_000
-        best = min(best, time.perf_counter() - start)
-    assert best < 1.0  # measured: 0.08 s on an idle core; the bound only catches a change of order
+    assert sum(1 for _ in refs(unpack(pack(state)))) == 20_000
+    assert len(judged) == judged.total() == 20_000
 
 
 def test_unpacking_leaves_no_alias_of_the_input() -> None:

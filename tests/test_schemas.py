@@ -6,7 +6,6 @@ import copy
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -492,20 +491,15 @@ def large(tensors: int) -> dict[str, Any]:
     return {**VALID["manifest"], "tensors": {f"model/layer.{i}": dict(entry) for i in range(tensors)}}
 
 
-def test_ten_thousand_tensors_take_well_under_a_tenth_of_a_second() -> None:
-    document, times = large(10_000), []
-    for _ in range(5):
-        start = time.perf_counter()
-        assert list(schemas.check("manifest", document)) == []
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.1
+def test_a_valid_document_is_asked_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schemas, "_errors", None)  # only who finds a fault lists it
+    assert list(schemas.check("manifest", large(10_000))) == []
 
 
-def test_a_large_document_full_of_faults_is_refused_at_once() -> None:
+@pytest.mark.timeout(60)
+def test_of_a_large_document_full_of_faults_one_a_field_is_listed() -> None:
     document = {**large(1), "tensors": {f"t{i}": {} for i in range(100_000)}, "step": "x", "more": 1}
-    start = time.perf_counter()
-    findings = list(schemas.check("manifest", document))
-    assert time.perf_counter() - start < 5  # listing all 400,000 faults takes far longer
+    findings = list(schemas.check("manifest", document))  # listing all 400,000 faults takes minutes
     assert [(f.code, f.where.pointer) for f in findings] == [
         ("M-FIELD", "/more"),
         ("M-STEP", "/step"),

@@ -14,6 +14,7 @@ COMMANDS = {
     "demo": ("demo", "Train a small ZeRO job on 4 ranks, kill it mid-save, resume byte-equal."),
     "inspect": ("inspection", "Show what is inside a checkpoint: tensors, layouts, ranks, sizes."),
     "latest": ("newest", "Print the newest good checkpoint of a run."),
+    "rollback": ("back", "Set newer checkpoints aside, so that a run resumes from an older step."),
     "schema": ("schema", "Print a schema of the standard."),
     "validate": ("validation", "Say whether a checkpoint is good, and what to do if not."),
 }

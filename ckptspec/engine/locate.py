@@ -98,27 +98,29 @@ def read_manifest(folder: str) -> bytes:
         ) from None
 
 
-def scan_run(run: str) -> RunScan:
-    """Return what lies in a run folder; reads each candidate's manifest for its step, which its name may hide."""
-    steps, special, others = [], [], []
-    superseded = []
+def candidates(run: str) -> tuple[Candidate, ...]:
+    """Return every folder that looks like a checkpoint, superseded ones too; each manifest is read for its step."""
+    found = []
     for name in entries(run):
         parsed = names.parse_special(name)
-        if parsed is not None:
-            special.append(name)
-            if parsed.kind == "superseded":
-                superseded.append(name)
+        if parsed is not None and parsed.kind == "superseded":
+            found.append(_candidate(run, name, superseded=True))
         elif names.parse_step_folder(name) is not None and os.path.isdir(os.path.join(run, name)):
-            steps.append(_candidate(run, name))
-        else:
-            others.append(name)
-    final = {c.step for c in steps} | {names.parse_step_folder(c.name) for c in steps}
+            found.append(_candidate(run, name))
+    return tuple(c for c in found if c.step >= 0)
+
+
+def scan_run(run: str) -> RunScan:
+    """Return what lies in a run folder; reads each candidate's manifest for its step, which its name may hide."""
+    found = candidates(run)
+    final = {step for c in found if not c.superseded for step in (c.step, names.parse_step_folder(c.name))}
     # A reader that finds no final folder of a step takes a superseded one [Q-SUPERSEDED].
-    spare = [_candidate(run, name, superseded=True) for name in superseded]
-    steps += [c for c in spare if c.step >= 0 and c.step not in final]
+    steps = [c for c in found if not c.superseded or c.step not in final]
     # Of two folders with one step the rightly named one comes first, then the one whose name is lower.
     steps.sort(key=lambda c: (-c.step, c.superseded, c.misnamed, c.name))
-    return RunScan(tuple(steps), tuple(special), tuple(others))
+    special = tuple(name for name in entries(run) if names.parse_special(name) is not None)
+    known = {c.name for c in found} | set(special)
+    return RunScan(tuple(steps), special, tuple(name for name in entries(run) if name not in known))
 
 
 def _candidate(run: str, name: str, *, superseded: bool = False) -> Candidate:
