@@ -40,7 +40,7 @@ lint: $(READY)
 test: lint pytest
 
 pytest: $(READY)
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python tools/bench/run.py $(ARGS)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ckptspec.pytorch.wrappers import FlatShard as FlatShard
     from ckptspec.pytorch.wrappers import Local as Local
     from ckptspec.pytorch.wrappers import Replicated as Replicated
+    from ckptspec.pytorch.wrappers import Shard as Shard
 
 _ERRORS = (
     "CkptspecError CommitUncertainError FormatError IntegrityError LoadError ManifestError NotCommittedError PlanError "
@@ -53,7 +54,7 @@ _HOMES = {
     "pytorch.api": "load save",
     "pytorch.load": "LoadResult",
     "pytorch.pieces": "register_pieces",
-    "pytorch.wrappers": "FlatShard Local RNG Replicated",
+    "pytorch.wrappers": "FlatShard Local RNG Replicated Shard",
 }
 _HOME = {name: f"ckptspec.{module}" for module, names in _HOMES.items() for name in names.split()}
 

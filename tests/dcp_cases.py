@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -39,33 +41,30 @@ def held(net: nn.Module) -> list[float]:
     return local.detach()[:, 0].tolist() if local.numel() else []
 
 
-def outcome(error: BaseException | None) -> str:
-    return "ok" if error is None else type(error).__name__
-
-
-def save(rank: int, world: int, folder: Path, dim: int) -> None:
-    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
-    net = model(mesh, rows(dim))
-    ckptspec.save(folder / "ours", {"model": net.state_dict()}, step=1)
-    error = None
+def attempt(what: Callable[[], object]) -> str:
+    """Return `ok`, or the name of what was raised: torch's errors here are of no one type."""
     try:
-        dcp.save({"model": net.state_dict()}, checkpoint_id=folder / "dcp")
-    except BaseException as e:  # its errors are of no one type
-        error = e
-    print("saved", outcome(error), held(net))
-
-
-def load(rank: int, world: int, folder: Path, dim: int) -> None:
-    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
-    ours = model(mesh, torch.full((dim, 3), UNTOUCHED))
-    ckptspec.load(folder / "ours", into={"model": ours.state_dict()})
-    theirs = model(mesh, torch.full((dim, 3), UNTOUCHED))
-    error = None
-    try:
-        state = {"model": theirs.state_dict()}
-        dcp.load(state, checkpoint_id=folder / "dcp")
-        theirs.load_state_dict(state["model"])
+        what()
     except BaseException as e:
-        error = e
-    print("ours", held(ours))
-    print("theirs", outcome(error), held(theirs))
+        return type(e).__name__
+    return "ok"
+
+
+def save(rank: int, world: int, folder: Path, dims: list[int]) -> None:
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+    for dim in dims:
+        net = model(mesh, rows(dim))
+        ckptspec.save(folder / f"ours{dim}", {"model": net.state_dict()}, step=1)
+        said = attempt(lambda: dcp.save({"model": net.state_dict()}, checkpoint_id=folder / f"dcp{dim}"))  # noqa: B023
+        print("FOUND", json.dumps([dim, said, held(net)]))
+
+
+def load(rank: int, world: int, folder: Path, dims: list[int]) -> None:
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+    for dim in dims:
+        ours, theirs = (model(mesh, torch.full((dim, 3), UNTOUCHED)) for _ in range(2))
+        ckptspec.load(folder / f"ours{dim}", into={"model": ours.state_dict()})
+        state = {"model": theirs.state_dict()}
+        said = attempt(lambda: dcp.load(state, checkpoint_id=folder / f"dcp{dim}"))  # noqa: B023
+        theirs.load_state_dict(state["model"])
+        print("FOUND", json.dumps([dim, held(ours), said, held(theirs)]))

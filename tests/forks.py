@@ -60,6 +60,7 @@ def _text(folder: Path, phase: str, rank: int) -> str:
 def _main(out: str, module: str, phases: str, folder: str, args: str) -> None:
     from ranks import free_port
 
+    importlib.import_module("ckptspec.pytorch.api")  # ckptspec's names are lazy: else each rank would load it by itself
     loaded = importlib.import_module(module)
     for phase, world in json.loads(phases):
         port = free_port()

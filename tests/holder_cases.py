@@ -79,15 +79,19 @@ def experts(rank: int) -> State:
 
 
 def tied(rank: int) -> State:
-    """An embedding on the first stage whose twin on the last is memory of its own, there with a second name."""
+    """An embedding on the first stage whose twin on the last is memory of its own, there with a second name.
+
+    So is one that each stage cuts over its own ranks.
+    """
     table = whole("wte", 6, 4)
+    cut = distribute_tensor(whole("cut", 5, 2), mesh("pp", "dp")["dp"], [Shard(0)], src_data_rank=None)
     if rank < 2:
-        return {"stage0": {"wte": table, "up": whole("up", 3)}}
+        return {"stage0": {"wte": table, "cut": cut, "up": whole("up", 3)}}
     head = table.clone()
-    return {"stage1": {"head": head, "again": head, "down": whole("down", 3)}}
+    return {"stage1": {"head": head, "again": head, "cut": cut, "down": whole("down", 3)}}
 
 
-TIES = {"stage1/head": "stage0/wte", "stage1/again": "stage0/wte"}
+TIES = {"stage1/head": "stage0/wte", "stage1/again": "stage0/wte", "stage1/cut": "stage0/cut"}
 
 
 def pieces(rank: int) -> State:
@@ -216,6 +220,11 @@ def wrong_local(rank: int) -> State:
     return {"t": DTensor.from_local(local, mesh("dp", "tp"), [Shard(0), Shard(0)], shape=(8, 3), stride=(3, 1))}
 
 
+def wrong_slice(rank: int) -> State:
+    offset = 4 * rank + (rank == 2)
+    return {"t": ckptspec.FlatShard(torch.ones(4), group="g", offset=offset, numel=16)}
+
+
 def partial_sum(rank: int) -> State:
     return {"t": DTensor.from_local(torch.ones(2), mesh("dp", "tp"), [Partial(), Replicate()])}
 
@@ -252,6 +261,7 @@ REFUSED: dict[str, tuple[Callable[[int], State], dict[str, Any], int | None, str
     "untrue_tie": (untrue_tie, {"ties": TIES}, 3, "'stage0/wte' differs"),
     "unknown_tie": (tied, {"ties": {**TIES, "stage1/down": "stage0/upp"}}, None, "a tie names 'stage0/upp'"),
     "wrong_local": (wrong_local, {}, 1, "tensor 't'|the local tensor is not what its placements say"),
+    "wrong_slice": (wrong_slice, {}, 2, "tensor 't'|does not begin where"),
     "partial_sum": (partial_sum, {}, None, "tensor 't'|neither a shard nor a replica"),
     "strange_stride": (strange_stride, {}, None, "tensor 't'|a strided shard that no other axis explains"),
     "unexplained_stride": (unexplained_stride, {}, None, "tensor 't'|a strided shard that no other axis explains"),

@@ -1,4 +1,4 @@
-"""The demo, end to end: four ranks train, one is killed in the middle of a save, and the job resumes byte-equal."""
+"""The demo, end to end, on two ranks: they train, one is killed in the middle of a save, the job resumes byte-equal."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ckptspec.demo.main import Setting, run
 
 def test_a_killed_job_resumes_byte_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = tmp_path / "demo"
-    code = run(root, Setting(ranks=4, steps=6, every=2, victim=2, dies_at=4))
+    code = run(root, Setting(ranks=2, steps=5, every=2, victim=1, dies_at=4))
     said = capsys.readouterr()
     assert code == 0, said.out + said.err
     assert "dies writing .tmp-00000004-" in said.out
     assert f"{root}/interrupted/step-00000002" in said.out
     assert "resumed from step-00000002" in said.out
     assert "bit for bit" in said.out
-    assert all(not part.differs for part in compare(root / "final/uninterrupted", root / "final/interrupted", 4))
+    assert all(not part.differs for part in compare(root / "final/uninterrupted", root / "final/interrupted", 2))
     steps = sorted(path.name for path in (root / "interrupted").glob("step-*"))
-    assert steps == ["step-00000002", "step-00000004", "step-00000006"]
+    assert steps == ["step-00000002", "step-00000004"]
     shutil.rmtree(root)
 
 

@@ -30,7 +30,7 @@ def kill_rounds(run: Path, world: int, rounds: int, seed: int, timeout: float) -
 
 
 def test_a_killed_rank_leaves_the_old_or_the_new_checkpoint(tmp_path: Path) -> None:
-    kill_rounds(tmp_path / "run", 3, 5, 1, 200)
+    kill_rounds(tmp_path / "run", 3, 3, 1, 200)
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from fractions import Fraction
 from math import prod
 from zlib import crc32
 
@@ -101,11 +102,15 @@ def naive_stored(
     for box in {box for boxes in everyone.values() for box in boxes}:
         ranks = [rank for rank in sorted(everyone) if box in everyone[rank]]
         k = len(ranks)
-        for copy in range(min(copies, k)):
-            if k > 1 and box.numel * itemsize >= k * MIB:
-                found.update((ranks[(i + copy) % k], piece) for i, piece in enumerate(cut(box, k)))
+        if k > max(16, copies):
+            w = max(16, copies)
+            ranks = [ranks[int(Fraction(i * k, w))] for i in range(w)]
+        w = len(ranks)
+        for copy in range(min(copies, w)):
+            if k > 1 and box.numel * itemsize >= w * MIB:
+                found.update((ranks[(i + copy) % w], piece) for i, piece in enumerate(cut(box, w)))
             else:
-                found[ranks[(crc32(name.encode()) + copy) % k], box] += 1
+                found[ranks[(crc32(name.encode()) + copy) % w], box] += 1
     return found
 
 
@@ -116,6 +121,22 @@ def test_storing_follows_the_holder_rule(case: Case, copies: int, itemsize: int,
     by_rank = Counter((rank, box) for rank in range(world.size) for box in stored_at(*arguments, rank))
     assert by_rank == naive_stored(layout, world, shape, itemsize, name, copies)
     assert by_rank == Counter(storers(*arguments))
+
+
+@given(st.integers(1, 70), st.integers(1, 3), st.sampled_from([1, 40]), st.sampled_from([1, MIB]), st.text(max_size=3))
+def test_of_many_holders_sixteen_store(dp: int, tp: int, copies: int, itemsize: int, name: str) -> None:
+    mesh = Mesh((Axis("dp", dp, "data"), Axis("tp", tp, "tensor")))
+    world, layout = World(mesh, np.arange(dp * tp).reshape(dp, tp), dp * tp), MeshLayout("main", (("tp",),))
+    arguments = (layout, world.meshes, (60,), itemsize, name, copies)
+    by_rank = Counter((rank, box) for rank in range(world.size) for box in stored_at(*arguments, rank))
+    assert by_rank == naive_stored(layout, world, (60,), itemsize, name, copies)
+    assert by_rank == Counter(storers(*arguments))
+    places = {rank // tp for rank, _ in by_rank}
+    assert len(places) <= max(16, copies)
+    covered = np.zeros(60, int)
+    for _, box in by_rank.elements():
+        view(covered, box)[...] += 1
+    assert (covered == min(copies, dp)).all()
 
 
 @given(cases, st.data())

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
+import torch.distributed as dist
+from forks import run_phases
 
 import ckptspec
 from ckptspec.engine.documents import load_manifest, open_shard
@@ -64,42 +65,36 @@ def test_nothing_that_saves_or_loads_calls_a_collective(part: str) -> None:
                 assert called not in COLLECTIVES or module not in ("dist", "torch.distributed"), (path.name, called)
 
 
-ONE_FATE = """
-import sys, torch, ckptspec
-from ranks import start_gloo
-rank, world = start_gloo()
-runs = sys.argv[1:3]
-into = {"own": ckptspec.Local(torch.zeros(2000)), "same": torch.zeros(5)}
-for path in (runs[0], runs[rank]):
-    try:
-        ckptspec.load(path, into=into, silence=30)
-    except ckptspec.CkptspecError as e:
-        print(type(e).__name__, e.rule)
-    else:
-        print("loaded")
-"""
+def damage(folder: Path, value: float) -> None:
+    """Flip one bit among the elements of that value in the one shard of rank 1."""
+    (shard,) = folder.rglob("rank-00001.shard")
+    data = bytearray(shard.read_bytes())
+    data[data.index(torch.tensor(value).numpy().tobytes() * 8)] ^= 1
+    shard.write_bytes(data)
 
-SAVE = """
-import sys, torch, ckptspec
-from ranks import start_gloo
-rank, world = start_gloo()
-state = {"own": ckptspec.Local(torch.full((2000,), rank + 1.0)), "same": torch.ones(5)}
-for run in sys.argv[1:3]:
-    ckptspec.save(run, state, step=1)
-"""
+
+def one_fate(rank: int, world: int, folder: Path) -> None:
+    """What each rank does: save two runs and load, first what is damaged for rank 1 alone, then each another run."""
+    first, second, damaged = (folder / name for name in ("first", "second", "damaged"))
+    state = {"own": ckptspec.Local(torch.full((2000,), rank + 1.0)), "same": torch.ones(5)}
+    for run in (first, second):
+        ckptspec.save(run, state, step=1)
+    if rank == 0:
+        shutil.copytree(first, damaged)
+        damage(damaged, 2.0)
+    dist.barrier()
+    into = {"own": ckptspec.Local(torch.zeros(2000)), "same": torch.zeros(5)}
+    for run in (damaged, (damaged, second)[rank]):
+        try:
+            ckptspec.load(run, into=into, silence=30)
+        except ckptspec.CkptspecError as e:
+            print(type(e).__name__, e.rule)
+        else:
+            print("loaded")
 
 
 def test_when_one_rank_cannot_load_none_does_and_all_load_the_same_checkpoint(tmp_path: Path) -> None:
-    sound, damaged = tmp_path / "sound", tmp_path / "damaged"
-    run_ranks(SAVE, 2, str(sound), str(tmp_path / "second"))
-    shutil.copytree(sound, damaged)
-    (shard,) = damaged.rglob("rank-00001.shard")
-    data = bytearray(shard.read_bytes())
-    data[data.index(torch.tensor(2.0).numpy().tobytes() * 8)] ^= 1
-    shard.write_bytes(data)
-    # Each rank first loads the damaged one, in which rank 0 finds nothing wrong; then each another run's checkpoint.
-    zero, one = run_ranks(ONE_FATE, 2, str(damaged), str(tmp_path / "second"))
-    assert one.out.startswith("IntegrityError")
-    for result in (zero, one):
-        assert result.out.split("\n")[0].endswith("B-DIGEST"), result
-        assert result.out.split("\n")[1].endswith("Q-FOLDER"), result
+    printed = run_phases("test_promises", [("one_fate", 2)], tmp_path)["one_fate"]
+    told = [[line.split() for line in text.splitlines()] for text in printed]
+    assert told[1][0][0] == "IntegrityError"
+    assert [[rule for _, rule in lines] for lines in told] == [["B-DIGEST", "Q-FOLDER"]] * 2, printed

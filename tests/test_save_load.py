@@ -3,44 +3,61 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from forks import run_phases
 from states import build, leaves
 
 import ckptspec
+from ckptspec.engine import save as save_module
 
-ROUND_TRIP = """
-import sys, torch, ckptspec
-from ranks import start_gloo
-from states import build, leaves
-rank, world = start_gloo()
-run = sys.argv[1]
-state = build(rank, world)
-manifest = ckptspec.save(run, state, step=12)
-assert manifest.world_size == world and len(manifest.shards) == world
-fresh = build(rank, world, fill=False)
-assert leaves(fresh) != leaves(state)
-memory = fresh["model"]["bf16"].data_ptr()
-result = ckptspec.load(run, into=fresh)
-assert result.step == 12 and result.missing == () and result.unexpected == ()
-assert fresh["model"]["bf16"].data_ptr() == memory
-assert leaves(fresh) == leaves(state), rank
-assert list(fresh) == list(state)
-print("equal", rank)
-"""
+
+def round_trip(rank: int, world: int, folder: Path) -> None:
+    """What each rank does: save a state, load it into one that holds nothing, and compare."""
+    state = build(rank, world)
+    manifest = ckptspec.save(folder, state, step=12)
+    assert (manifest.world_size, len(manifest.shards)) == (world, world)
+    fresh = build(rank, world, fill=False)
+    assert leaves(fresh) != leaves(state)
+    memory = fresh["model"]["bf16"].data_ptr()
+    result = ckptspec.load(folder, into=fresh)
+    assert (result.step, result.missing, result.unexpected) == (12, (), ())
+    assert fresh["model"]["bf16"].data_ptr() == memory
+    assert leaves(fresh) == leaves(state)
+    assert list(fresh) == list(state)
+    print("equal", rank)
+
+
+Run = Callable[[int], tuple[Path, list[str]]]
+
+
+@pytest.fixture(scope="module")
+def run_of(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The run folder that this many ranks saved and loaded, for reading alone, and what each of them printed."""
+
+    @cache
+    def run(world: int) -> tuple[Path, list[str]]:
+        folder = tmp_path_factory.mktemp(f"ranks-{world}")
+        return folder, run_phases("test_save_load", [("round_trip", world)], folder)["round_trip"]
+
+    return run
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 5])
-def test_ranks_save_and_load_bit_equal(world: int, tmp_path: Path) -> None:
-    results = run_ranks(ROUND_TRIP, world, str(tmp_path / "run"))
-    assert [r.out.split() for r in results] == [["equal", str(r)] for r in range(world)]
+def test_ranks_save_and_load_bit_equal(world: int, run_of: Run) -> None:
+    run, printed = run_of(world)
+    assert [text.split()[-2:] for text in printed] == [["equal", str(rank)] for rank in range(world)]
     for level in ("shards", "bytes"):
-        report = ckptspec.validate(tmp_path / "run", level=level)
-        assert report.findings == () or report.ok, report.findings
+        report = ckptspec.validate(run, level=level)
+        assert report.ok, report.findings
+        assert report.findings == ()
 
 
 def test_one_rank_saves_and_loads_bit_equal(tmp_path: Path) -> None:
@@ -51,9 +68,8 @@ def test_one_rank_saves_and_loads_bit_equal(tmp_path: Path) -> None:
     assert ckptspec.validate(tmp_path, level="bytes").ok
 
 
-def test_a_replicated_tensor_is_stored_once(tmp_path: Path) -> None:
-    run_ranks(ROUND_TRIP, 3, str(tmp_path))
-    folder = Path(str(ckptspec.latest(tmp_path)))
+def test_a_replicated_tensor_is_stored_once(run_of: Run) -> None:
+    folder = Path(str(ckptspec.latest(run_of(3)[0])))
     payload = sum(f.stat().st_size for f in folder.glob("*.shard"))
     big = 8 << 20
     assert big < payload < big + 200_000
@@ -186,10 +202,9 @@ def test_deviations_asked_for_are_made_and_listed(tmp_path: Path) -> None:
     assert into["n"] == 0
 
 
-def test_another_world_size_is_refused_with_advice(tmp_path: Path) -> None:
-    run_ranks(ROUND_TRIP, 2, str(tmp_path))
+def test_another_world_size_is_refused_with_advice(run_of: Run) -> None:
     with pytest.raises(ckptspec.PlanError, match="2 ranks") as e:
-        ckptspec.load(tmp_path, into=build(0, 1))
+        ckptspec.load(run_of(2)[0], into=build(0, 1))
     assert e.value.rule == "R-WORLD"
     assert e.value.advice
 
@@ -209,69 +224,78 @@ def test_a_step_is_saved_once_unless_it_is_the_same_save_or_supersedes(tmp_path:
     assert into["a"].item() == 2
 
 
-DIFFER = """
-import sys, torch, ckptspec
-from ranks import start_gloo
-rank, world = start_gloo()
-which, run = sys.argv[1], sys.argv[2]
-state = {"a": torch.arange(600_000.0), "b": torch.ones(3), "n": 1}
-step = 1
-if rank == 2:
-    if which == "tensor": state["b"][1] = 5
-    if which == "big": state["a"][-1] = 5
-    if which == "object": state["n"] = 1.0
-    if which == "missing": del state["b"]
-    if which == "shape": state["b"] = torch.ones(4)
-    if which == "step": step = 2
-    if which == "bad": state["b"] = object()
-    if which == "folder": run = run + "-other"
-try:
-    ckptspec.save(run, state, step=step, silence=20)
-except ckptspec.SaveError as e:
-    print("refused", e.rank, str(e).replace(chr(10), " "))
-else:
-    print("saved")
-"""
+def tamper(which: str, state: dict[str, Any]) -> None:
+    """Change what one rank saves."""
+    change = {
+        "tensor": {"b": torch.tensor([1.0, 5.0, 1.0])},
+        "big": {"a": torch.cat([state["a"][:-1], torch.ones(1)])},
+        "object": {"n": 1.0},
+        "shape": {"b": torch.ones(4)},
+        "bad": {"b": object()},
+    }
+    state.update(change.get(which, {}))
+    if which == "missing":
+        del state["b"]
 
 
-@pytest.mark.parametrize(
-    ("which", "text"),
-    [
-        ("tensor", "'b' differs between ranks"),
-        ("big", "'a' differs between ranks"),
-        ("object", "'n' differs between ranks"),
-        ("missing", "'b'"),
-        ("shape", "'b'"),
-        ("step", "ranks ask for different saves"),
-        ("bad", "b"),
-        ("folder", "does not see the staging folder"),
-    ],
-)
-def test_ranks_that_disagree_are_named_on_every_rank_and_nothing_is_visible(
-    which: str, text: str, tmp_path: Path
-) -> None:
-    results = run_ranks(DIFFER, 3, which, str(tmp_path / "run"))
-    for r in results:
-        assert r.out.startswith("refused 2"), r
-        assert text in r.out, r
-    assert ckptspec.latest(tmp_path / "run") is None
+# What rank 2 does otherwise, and what every rank is told.
+DIFFERENCES = {
+    "tensor": "'b' differs between ranks",
+    "big": "'a' differs between ranks",
+    "object": "'n' differs between ranks",
+    "missing": "'b'",
+    "shape": "'b'",
+    "step": "ranks ask for different saves",
+    "bad": "b",
+    "folder": "does not see the staging folder",
+}
 
 
-def test_read_gives_full_tensors_without_a_template(tmp_path: Path) -> None:
-    run_ranks(ROUND_TRIP, 3, str(tmp_path))
+# Nobody waits ten seconds for a folder that never comes.
+QUICK = SimpleNamespace(monotonic=lambda: 20 * time.monotonic(), sleep=time.sleep)
+
+
+def differ(rank: int, world: int, folder: Path) -> None:
+    """What each rank does: the same save as the others, but rank 2 in each case asks for something else."""
+    for which, text in DIFFERENCES.items():
+        state = {"a": torch.arange(600_000.0), "b": torch.ones(3), "n": 1}
+        run, step = folder / which, 1
+        if rank == 2:
+            tamper(which, state)
+            run, step = (folder / "other" if which == "folder" else run), (2 if which == "step" else 1)
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(save_module, "time", QUICK)
+                ckptspec.save(run, state, step=step, silence=20)
+        except ckptspec.SaveError as error:
+            print(which, error.rank, text in str(error) or repr(str(error)))
+        else:
+            print(which, "saved")
+
+
+def test_ranks_that_disagree_are_named_on_every_rank_and_nothing_is_visible(tmp_path: Path) -> None:
+    printed = run_phases("test_save_load", [("differ", 3)], tmp_path)["differ"]
+    for rank, text in enumerate(printed):
+        assert text.splitlines() == [f"{which} 2 True" for which in DIFFERENCES], (rank, text)
+    for which in DIFFERENCES:
+        assert ckptspec.latest(tmp_path / which) is None, which
+
+
+def test_read_gives_full_tensors_without_a_template(run_of: Run) -> None:
+    run, _ = run_of(3)
     state = build(0, 3)
-    found = ckptspec.read(tmp_path)
+    found = ckptspec.read(run)
     assert found["model/bf16"].dtype.name == "bfloat16"
     assert found["model/big"].tobytes() == state["model"]["big"].numpy().tobytes()
     assert found["model/tied"].tobytes() == found["model/bf16"].tobytes()
     assert found["optimizer/master"].shape == (1003,)
     assert [len(found["rng"][rank]) for rank in range(3)] == [16, 17, 18]
-    part = ckptspec.read(tmp_path, ["model/big", "seen", "step"], slices={"model/big": [slice(100, 900_000)]})
+    part = ckptspec.read(run, ["model/big", "seen", "step"], slices={"model/big": [slice(100, 900_000)]})
     assert part["model/big"].tobytes() == state["model"]["big"][100:900_000].numpy().tobytes()
     assert part["step"] == 12
     assert part["seen"][2] == {"rank": 2, 7: (1, 1.0, True)}
     with pytest.raises(ckptspec.PlanError, match="model/bf16"):
-        ckptspec.read(tmp_path, ["model/bf61"])
+        ckptspec.read(run, ["model/bf61"])
 
 
 def test_damage_is_named_and_never_delivered_silently(tmp_path: Path) -> None:

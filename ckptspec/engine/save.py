@@ -160,10 +160,11 @@ class _Save:
         """Return what all ranks declare together; every rank's step and folder are compared on the way [P-DECLARE]."""
         r = self.request
         terms = [r.step, r.copies, r.block, r.block_size, r.whole]
-        if self.world > 1:
-            self._see_staging(opening)
         declaring = Declaring(self.attempt, self.rank, self.world, whole=r.whole)
-        return declaring.run(self.snapshot, terms)
+        settled = declaring.run(self.snapshot, terms)
+        if self.world > 1:
+            self._see_staging(opening)  # only now: a save that failed elsewhere before has taken the folder away
+        return settled
 
     def _see_staging(self, opening: Opening) -> None:
         path = os.path.join(self.run, opening.staging)
@@ -178,6 +179,7 @@ class _Save:
                     advice="give every rank the same run folder on a shared file system",
                 )
             time.sleep(0.05)
+            self.attempt.progress(0)
 
     # ---- committing --------------------------------------------------------------------------------------------------
 

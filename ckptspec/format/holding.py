@@ -9,7 +9,8 @@ from zlib import crc32
 
 from ckptspec.format.box import Box, cut, cut_piece
 
-CUT_FROM = 1 << 20  # bytes that each holder must get for a box to be cut among its holders [T-HOLD]
+CUT_FROM = 1 << 20  # bytes that each storer must get for a box to be cut among them [T-HOLD]
+STORERS = 16  # of a box that more ranks hold, so many store it: a reader has no more shards to open [T-HOLD]
 
 Ranks = tuple[int, ...]
 
@@ -22,22 +23,27 @@ def share(box: Box, ranks: Ranks, rank: int, itemsize: int, name: str, copies: i
     k = len(ranks)
     if k == 1:
         return (box,)
-    place = bisect_left(ranks, rank)
-    if box.numel * itemsize < k * CUT_FROM:
-        return (box,) if (place - crc32(name.encode())) % k < copies else ()
-    kept = sorted((place - copy) % k for copy in range(min(copies, k)))
-    pieces = (cut_piece(box, k, i) for i in kept)
+    w = min(k, max(STORERS, copies))
+    holder = bisect_left(ranks, rank)
+    place = -(-holder * w // k)
+    if place * k // w != holder:
+        return ()
+    if box.numel * itemsize < w * CUT_FROM:
+        return (box,) if (place - crc32(name.encode())) % w < copies else ()
+    kept = sorted((place - copy) % w for copy in range(min(copies, w)))
+    pieces = (cut_piece(box, w, i) for i in kept)
     return tuple(piece for piece in pieces if piece is not None)
 
 
 def sharers(box: Box, ranks: Ranks, itemsize: int, name: str, copies: int) -> Iterator[tuple[int, Box]]:
     """Yield (rank, box or piece of it) for every copy that `share` gives to any of `ranks`."""
     k = len(ranks)
-    small = box.numel * itemsize < k * CUT_FROM
+    w = min(k, max(STORERS, copies))
+    small = box.numel * itemsize < w * CUT_FROM
     first = crc32(name.encode()) if small else 0
-    for i, piece in enumerate((box,) if small or k == 1 else cut(box, k)):
-        for copy in range(min(copies, k)):
-            yield ranks[(first + i + copy) % k], piece
+    for i, piece in enumerate((box,) if small or k == 1 else cut(box, w)):
+        for copy in range(min(copies, w)):
+            yield ranks[(first + i + copy) % w * k // w], piece
 
 
 class Placement(ABC):

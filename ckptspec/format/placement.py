@@ -50,6 +50,9 @@ class _ListedPlacement(Placement):
         return self._holders[box]
 
     def parts(self, shape: Sequence[int], within: Box | None = None) -> Iterator[tuple[Box, Ranks]]:
+        if within in self._holders:  # two boxes that are not equal are disjoint [T-BOXES]
+            yield within, self._holders[within]
+            return
         for box, ranks in self._holders.items():
             if within is None or intersect(box, within) is not None:
                 yield box, ranks

@@ -74,8 +74,10 @@ def save(
     """Write `state` durably to RUN/step-<8 digits>/, every rank calling this, and return its manifest.
 
     `state` is a nested dict, list or tuple of tensors, typed Python values and objects: modules, optimizers, and
-    whatever has state_dict and load_state_dict. Plain tensors and values must be equal on all ranks (checked) unless
-    wrapped in Local or Replicated, or saved with plain="local". With scope="partial" what `exclude` names (names,
+    whatever has state_dict and load_state_dict. Plain tensors and values must be equal on all ranks that hold them
+    (checked) unless wrapped in Local or Replicated, or saved with plain="local". Ranks may hold different ones, as
+    pipeline stages and experts do; a rank that only lacks some is refused unless plain="held". `ties` names tensors
+    that are another one wherever that lies: {"stage1/head": "stage0/wte"} is stored once and compared. With scope="partial" what `exclude` names (names,
     prefixes or globs) is left out and recorded as omitted. `copies` is how many ranks store each replicated element;
     `memory` (bytes) bounds what this rank uses beyond the state; `silence` (seconds) is how long a rank may show no
     sign of life. Raises StateError naming the key of what cannot be saved, SaveError on every rank naming the rank that

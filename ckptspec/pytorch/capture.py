@@ -33,6 +33,7 @@ from ckptspec.pytorch.wrappers import FlatShard, Local, Owned, Replicated, Shard
 
 _DICTS = (dict, OrderedDict, defaultdict)
 _SCALARS = frozenset((str, int, float, bool, type(None), bytes, complex, torch.dtype, torch.Size, torch.device))
+_TENSORS = (Tensor, FlatShard, Shard)
 DEPTH_LIMIT = 64
 REPLICATED, LOCAL, HELD = "replicated", "local", "held"
 EXCLUDED = "excluded"
@@ -83,6 +84,8 @@ class _Walk:
         kind = type(value)
         if kind in _DICTS or kind is list or kind is tuple:
             return self.container(value, name, how, depth + 1)
+        if self.saved is not None and isinstance(value, _TENSORS) and not self.saved.wanted(name):
+            return TensorRef(name)  # it stays as it is, whatever it is
         if isinstance(value, Tensor):
             return self.tensor(value, name, how, depth)
         if kind in _SCALARS:

@@ -30,7 +30,7 @@ from ckptspec.pytorch.holding import TorchHolding
 from ckptspec.pytorch.materialize import Materialize, materialize
 from ckptspec.pytorch.record import Capture, Leaf
 from ckptspec.pytorch.restore import below, settle
-from ckptspec.pytorch.select import Patterns, Selection, asked_for, select
+from ckptspec.pytorch.select import Patterns, Selection, as_fine, asked_for, select
 from ckptspec.pytorch.values import decode_value, encode_value
 
 UNDEFINED = "what was being loaded into is now undefined"
@@ -155,7 +155,7 @@ class _Load:
         self.begun = bool(real)
         captured = capture(self.into, rank=self.rank, world=self.world, tie=False, saved=saved)
         here = dict(objects.parts(captured.tree))
-        stored, here = _without_hollow(stored, here), _without_hollow(here, stored)
+        stored, here = as_fine(stored, here), as_fine(here, stored)
         self._same_kinds(stored, here, saved)
         chosen = select(
             tuple(here),
@@ -269,9 +269,3 @@ class _Load:
             if not isinstance(stored[name], TensorRef)
         }
         settle(self.into, captured.opened, values, frozenset(chosen.names))
-
-
-def _without_hollow(parts: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Return parts without the empty containers in whose place the other side has something: that one is named."""
-    inside = {name[:i] for name in others for i, c in enumerate(name) if c == "/"}
-    return {n: v for n, v in parts.items() if n not in inside or type(v) not in (dict, list, tuple) or v}

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from ckptspec.errors import PlanError
 from ckptspec.format.manifest import Manifest
+from ckptspec.format.names import escape
 
 Patterns = Iterable[str] | None
 SHOWN = 40
@@ -87,3 +89,28 @@ def _omitted(names: Sequence[str], omitted: Mapping[str, str]) -> list[str]:
         if place is not None:
             found[f"{place} was omitted as {omitted[place]}"] = None
     return list(found)[:SHOWN]
+
+
+def as_fine(parts: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parts with the objects cut up in whose place the other side has something below: an optimizer that never
+    stepped is one object, one that did has its groups beside its tensors."""
+    inside = {name[:i] for name in others for i, c in enumerate(name) if c == "/"}
+    out: dict[str, Any] = {}
+
+    def put(name: str, value: Any) -> None:
+        entries = _entries(value) if name in inside else None
+        if entries is None:
+            out[name] = value
+        for key, item in entries or ():
+            put(f"{name}/{escape(str(key))}", item)
+
+    for name, value in parts.items():
+        put(name, value)
+    return out
+
+
+def _entries(value: Any) -> list[tuple[Any, Any]] | None:
+    """Return what is in a container by key; None for what is no container, or whose keys have no names."""
+    if isinstance(value, dict):
+        return list(value.items()) if all(type(k) in (str, int) for k in value) else None
+    return list(enumerate(value)) if type(value) in (list, tuple) else None

@@ -27,7 +27,8 @@ class ZeroAdapter(OptimizerAdapter):
         self.tree["state"] = Owned(self.tree["state"])
 
     def _states_of_tree(self) -> Any:
-        return self.tree["state"].value
+        state = self.tree["state"]
+        return state.value if isinstance(state, Owned) else state  # of a rank that owns none, a plain value was loaded
 
     def restore(self) -> Any:
         """Restore the local optimizer, and the groups of both."""
