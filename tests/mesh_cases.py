@@ -17,6 +17,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
+try:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
+except ImportError:  # before torch could be told an order
+    ShardOrderEntry = None  # type: ignore[assignment, misc]
+
 import ckptspec
 from ckptspec.pytorch.capture import capture
 
@@ -68,6 +73,22 @@ def placed(*placements: Any, mesh: Callable[[DeviceMesh], DeviceMesh] | None = N
     return lambda m, whole: distribute_tensor(whole, mesh(m) if mesh else m, placements, src_data_rank=None)
 
 
+def ordered(mesh: DeviceMesh, whole: Tensor) -> Tensor:
+    """A tensor cut over tp, then over dp, of which torch was told so beside the placements."""
+    dp, tp = mesh.shape
+    at = mesh.get_coordinate() or [0, 0]
+    local = _chunk(_chunk(whole, tp, at[1]), dp, at[0]).clone()
+    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    order = (ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
+    spec = DTensorSpec(mesh, (Shard(0), Shard(0)), tensor_meta=meta, shard_order=order)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def _chunk(t: Tensor, k: int, i: int) -> Tensor:
+    chunks = t.chunk(k)
+    return chunks[i] if i < len(chunks) else t[:0]
+
+
 def cases(mesh: DeviceMesh, sizes: list[int]) -> Iterator[tuple[str, Case]]:
     """Yield (name, case) for every placement and size on a mesh with axes dp and tp."""
     dp = mesh.shape[0]
@@ -89,6 +110,8 @@ def cases(mesh: DeviceMesh, sizes: list[int]) -> Iterator[tuple[str, Case]]:
             strided = _StridedShard(0, split_factor=sf)
             yield f"lone{sf}/{d}", Case((d, 2), placed(strided, Replicate()), (("dp",),))
             yield f"lone_last{sf}/{d}", Case((d, 2), placed(Shard(1), strided), (("tp",), ("dp",)))
+        if ShardOrderEntry is not None:
+            yield f"ordered/{d}", Case((d, 2), ordered, (("tp", "dp"),))
         yield f"joined/{d}", Case((d, 2), placed(Shard(0), mesh=joined), (("dp_tp",),))
         yield f"turned/{d}", Case((d, 2), placed(Shard(0), Shard(0), mesh=turned), (("a", "b"),))
         yield f"line/{d}", Case((2, d), placed(Shard(1), mesh=line), ((), ("line",)))

@@ -105,7 +105,7 @@ def test_a_rank_is_told_what_the_coordinator_knows_of_what_it_holds(holders: Hol
             for box in ours.boxes((6,), rank):
                 assert ours.group(rank, box) == theirs.group(rank, box)
             assert set(theirs.ranks()) == holders[name][1]
-        keys = {name: key for name, key in settled.holders.items()}
+        keys = dict(settled.holders)
         assert keys.keys() == own.objects.keys()
         for name, key in keys.items():
             told = {s.holders[name] for r, s in by_rank.items() if r in holders[name][1]}
@@ -115,13 +115,10 @@ def test_a_rank_is_told_what_the_coordinator_knows_of_what_it_holds(holders: Hol
 
 
 def test_names_keep_the_order_of_rank_0() -> None:
-    names = ["z.1", "a", "z.0", "b.2"]
-    declarations = {r: declared(r, {n: ("replicated", frozenset({0, 1})) for n in names}) for r in range(2)}
-    declarations[1] = declared(1, {n: ("replicated", frozenset({1})) for n in ["new", *reversed(names)]})
-    fixed = {
-        r: Declaration({"world": Mesh((Axis("rank", 2, "data"),))}, LAYOUTS, d.tensors) for r, d in declarations.items()
-    }
-    settled, _ = merged(fixed)
+    names, everyone = ["z.1", "a", "z.0", "b.2"], frozenset(range(WORLD))
+    declarations = {r: declared(r, dict.fromkeys(names, ("replicated", everyone))) for r in range(WORLD)}
+    declarations[1] = declared(1, dict.fromkeys(["new", *reversed(names)], ("replicated", everyone)))
+    settled, _ = merged(declarations)
     assert list(settled.declaration.tensors) == [*names, "new"]
 
 

@@ -76,12 +76,13 @@ def save(
     `state` is a nested dict, list or tuple of tensors, typed Python values and objects: modules, optimizers, and
     whatever has state_dict and load_state_dict. Plain tensors and values must be equal on all ranks that hold them
     (checked) unless wrapped in Local or Replicated, or saved with plain="local". Ranks may hold different ones, as
-    pipeline stages and experts do; a rank that only lacks some is refused unless plain="held". `ties` names tensors
-    that are another one wherever that lies: {"stage1/head": "stage0/wte"} is stored once and compared. With scope="partial" what `exclude` names (names,
-    prefixes or globs) is left out and recorded as omitted. `copies` is how many ranks store each replicated element;
-    `memory` (bytes) bounds what this rank uses beyond the state; `silence` (seconds) is how long a rank may show no
-    sign of life. Raises StateError naming the key of what cannot be saved, SaveError on every rank naming the rank that
-    failed, CommitUncertainError where nobody saw the outcome (SPEC section Commit).
+    pipeline stages and experts do; a rank that only lacks some is refused unless plain="held". `ties` gives names to
+    tensors of other names, on any rank: {"stage1/head": "stage0/wte"} is stored once, and compared. With
+    scope="partial" what `exclude` names (names, prefixes or globs) is left out and recorded as omitted. `copies` is how
+    many ranks store each replicated element; `memory` (bytes) bounds what this rank uses beyond the state; `silence`
+    (seconds) is how long a rank may show no sign of life. Raises StateError naming the key of what cannot be saved,
+    SaveError on every rank naming the rank that failed, CommitUncertainError where nobody saw the outcome (SPEC section
+    Commit).
     """
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 53:
         raise ValueError(f"step must be an integer from 0 to 2^53 - 1, not {step!r}")
