@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ckptspec
 from ckptspec.engine.documents import load_manifest
 from ckptspec.engine.fetch import Opened
+from ckptspec.format.placement import resolve
 
 STATISTICS = ("*.running_mean", "*.running_var", "*.num_batches_tracked")
 
@@ -159,5 +160,5 @@ def few(rank: int, world: int, folder: Path) -> None:
     assert leaves([dict(s) for s in second.optim.state.values()]) == leaves(
         [dict(s) for s in zero.optim.state.values()]
     )
-    stored = {n: m.layouts[t.layout].at for n, t in m.tensors.items() if n.startswith("zero/")}  # type: ignore[union-attr]
-    print(len(zero.optim.state), sorted({str(at) for at in stored.values()}), len(stored))
+    layouts = [m.layouts[t.layout] for name, t in m.tensors.items() if name.startswith("zero/")]
+    print(len(zero.optim.state), sorted(resolve(layout, m.meshes).ranks() for layout in layouts))

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,7 @@ class Ranks:
             if process.is_alive():
                 process.kill()
             process.join()
+        forkserver._forkserver._stop()  # as CPython's own tests do; it would last until this process ends
 
 
 @pytest.fixture(scope="module", autouse=True)  # they run while the tests before theirs do

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -65,6 +66,7 @@ def test_a_loop_runs_as_its_first_line_says(tmp_path: Path) -> None:
         str(free_port()),
     ]
     arguments = [str(EXAMPLES / "zero.py"), str(tmp_path / "run"), "2", "2"]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=200)
+    env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, *arguments], env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert ckptspec.validate(tmp_path / "run").step == 2

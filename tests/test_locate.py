@@ -175,3 +175,18 @@ def test_another_file_or_no_file_is_said_to_be_that(run: Path) -> None:
         resolve(run / "step-00000010" / "rank-00000.shard")
     with pytest.raises(FileNotFoundError):
         resolve(run / "step-00000011")
+
+
+def test_a_manifest_that_shows_another_step_in_its_head_misleads_nobody(tmp_path: Path) -> None:
+    from ckptspec.format import lexical
+
+    checkpoint(tmp_path / "step-00000009", 1, step=9, save_id="9" * 32)
+    bad = checkpoint(tmp_path / "step-00000007", 1, step=7, save_id="7" * 32)
+    data = (bad / "manifest.json").read_bytes()
+    body = lexical.unseal(data)
+    note = b'"annotations": {"org.x": {"a": 1,\n "step": 500,\n "b": 2}}'
+    head, rest = body.split(b'"format": "ckptspec",\n', 1)
+    assert b'"annotations": {}' in rest
+    body = head + b'"format": "ckptspec",\n ' + note + b"," + rest.replace(b'"annotations": {},', b"", 1)
+    (bad / "manifest.json").write_bytes(lexical.seal(body))
+    assert newest(str(tmp_path)).path == str(tmp_path / "step-00000009")

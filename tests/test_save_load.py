@@ -324,3 +324,77 @@ def test_memory_budget_and_permissions_are_errors_not_tracebacks_of_the_engine(t
     with pytest.raises((OSError, ckptspec.SaveError)):
         ckptspec.save(tmp_path / "file", {"a": torch.ones(1)}, step=1)
     assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"copies": 0},
+        {"copies": "x"},
+        {"block_size": 1},
+        {"block_size": 0},
+        {"digest": "md5"},
+        {"run_id": "a\n"},
+        {"annotations": {"org.x": 1.5}},
+        {"annotations": {"org.x": float("nan")}},
+        {"annotations": {"x": 1}},
+        {"annotations": {"org.x": object()}},
+        {"annotations": {"org.x": "\ud800"}},
+    ],
+    ids=lambda bad: f"{next(iter(bad))}-{type(next(iter(bad.values()))).__name__}",
+)
+def test_what_no_reader_would_accept_is_refused_before_anything_is_written(bad: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises((ckptspec.SaveError, ValueError)):
+        ckptspec.save(tmp_path, {"a": torch.ones(3)}, step=1, **bad)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_supersede_writes_even_what_this_process_just_saved(tmp_path: Path) -> None:
+    ckptspec.save(tmp_path, {"a": torch.zeros(1)}, step=1)
+    ckptspec.save(tmp_path, {"a": torch.ones(1)}, step=1, on_existing="supersede")
+    into = {"a": torch.zeros(1)}
+    ckptspec.load(tmp_path, into=into)
+    assert into["a"].item() == 1
+
+
+def test_a_damaged_save_is_not_taken_for_done(tmp_path: Path) -> None:
+    ckptspec.save(tmp_path, {"a": torch.zeros(1)}, step=1)
+    (shard,) = tmp_path.rglob("*.shard")
+    shard.write_bytes(shard.read_bytes()[:50])
+    with pytest.raises(ckptspec.SaveError, match="already saved"):
+        ckptspec.save(tmp_path, {"a": torch.zeros(1)}, step=1)
+    ckptspec.save(tmp_path, {"a": torch.zeros(1)}, step=1, on_existing="supersede")
+    assert ckptspec.validate(tmp_path, level="bytes").ok
+
+
+def test_overlapping_destinations_are_refused_and_interleaved_ones_are_not(tmp_path: Path) -> None:
+    a, b = torch.arange(18.0).reshape(3, 6), torch.full((2, 6), 7.0)
+    ckptspec.save(tmp_path / "rows", {"a": a, "b": b}, step=1)
+    base = torch.zeros(5, 6)
+    for parts in ({"a": base[:3], "b": base[2:4]}, {"a": base[:3], "b": base[:2]}):
+        with pytest.raises(ckptspec.PlanError, match="memory"):
+            ckptspec.load(tmp_path / "rows", into=parts)
+    ckptspec.load(tmp_path / "rows", into={"a": base[:3], "b": base[3:]})
+    assert torch.equal(base, torch.cat([a, b]))
+    ckptspec.save(tmp_path / "columns", {"a": a[:, :4], "b": a[:, 4:]}, step=1)
+    wide = torch.zeros(3, 6)
+    with pytest.raises(ckptspec.PlanError, match="memory"):
+        ckptspec.load(tmp_path / "columns", into={"a": wide[:, :4], "b": wide[:, 3:5]})
+    ckptspec.load(tmp_path / "columns", into={"a": wide[:, :4], "b": wide[:, 4:]})
+    assert torch.equal(wide, a)
+
+
+def test_values_of_a_tuple_at_the_root_cannot_be_replaced_and_that_is_said(tmp_path: Path) -> None:
+    ckptspec.save(tmp_path, (torch.ones(1), 2, [3]), step=1)
+    with pytest.raises(ckptspec.PlanError, match="tuple"):
+        ckptspec.load(tmp_path, into=(torch.zeros(1), 0, [0]))
+    into = [torch.zeros(1), 0, [0]]
+    ckptspec.load(tmp_path, into=into)
+    assert into == [torch.ones(1), 2, [3]]
+
+
+def test_aliases_are_read_once(tmp_path: Path) -> None:
+    w = torch.ones(5)
+    ckptspec.save(tmp_path, {"a": w, "b": w}, step=1)
+    found = ckptspec.read(tmp_path)
+    assert found["a"] is found["b"]

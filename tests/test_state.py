@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import ckptspec
 from ckptspec.engine.documents import load_manifest
+from ckptspec.pytorch.adapters.optimizers import device_rule
 
 
 def net() -> nn.Module:
@@ -58,6 +60,23 @@ def test_what_wrappers_add_to_names_is_left_out(tmp_path: Path) -> None:
         "optimizer/state/module.weight/momentum_buffer",
         "optimizer/state/module.bias/momentum_buffer",
     }
+
+
+def test_a_compiled_model_and_a_bare_one_have_the_same_names(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), torch.compile(nn.Linear(2, 2), backend="eager"))
+    m = ckptspec.save(tmp_path, {"model": torch.compile(model, backend="eager")}, step=1)
+    assert set(m.tensors) == {"model/0.weight", "model/0.bias", "model/1.weight", "model/1.bias"}
+    bare = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    ckptspec.load(tmp_path, into={"model": bare})
+    assert torch.equal(bare[1].weight, model[1].weight)
+
+
+def test_fsdp1_is_refused_wherever_it_is_for_its_state_takes_collectives(tmp_path: Path) -> None:
+    unmade = FullyShardedDataParallel.__new__(FullyShardedDataParallel)  # it cannot be made without an accelerator
+    nn.Module.__init__(unmade)
+    with pytest.raises(ckptspec.StateError, match="FullyShardedDataParallel") as e:
+        ckptspec.save(tmp_path, {"model": {"part": nn.Sequential(nn.Linear(1, 1), unmade)}}, step=1)
+    assert e.value.where.tensor == "model/part/1"
 
 
 class Extra(nn.Linear):
@@ -157,6 +176,13 @@ def test_an_optimizer_that_never_stepped_restores_to_no_state(tmp_path: Path) ->
         ckptspec.load(tmp_path, into={"model": model, "optimizer": second})
     ckptspec.load(tmp_path, into={"model": model, "optimizer": second}, missing="keep")
     assert len(second.state) == 6
+
+
+def test_new_state_lives_where_torch_would_put_it() -> None:
+    p = nn.Parameter(torch.empty(3, device="meta"))  # stands for a device that is not the CPU
+    plain, on_device = device_rule(p, {"lr": 0.1}), device_rule(p, {"fused": None, "capturable": True})
+    assert (plain("o/state/w/step").type, on_device("o/state/w/step").type) == ("cpu", "meta")
+    assert plain("o/state/w/exp_avg").type == "meta"
 
 
 def test_parameters_without_a_name_are_refused_with_the_way_out(tmp_path: Path) -> None:

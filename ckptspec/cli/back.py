@@ -11,7 +11,7 @@ from ckptspec.engine.rollback import rollback
 
 
 @click.command("rollback")
-@click.argument("run", type=click.Path())
+@click.argument("run", type=click.Path(readable=False))
 @click.option("--to", "step", type=click.IntRange(min=0), required=True, help="The step to go back to.")
 @click.option("--dry-run", is_flag=True, help="Say what would be set aside, and change nothing.")
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)

@@ -10,7 +10,7 @@ from ckptspec.format.manifest import document
 
 
 @click.command("inspect")
-@click.argument("path", type=click.Path())
+@click.argument("path", type=click.Path(readable=False))
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 def command(path: str, form: str) -> int:
     """Show what is inside the checkpoint at PATH: run, meshes, layouts, tensors, shards, objects, flat groups."""

@@ -13,7 +13,7 @@ EMPTY, ALL_BAD = 4, 1
 
 
 @click.command("latest")
-@click.argument("run", type=click.Path())
+@click.argument("run", type=click.Path(readable=False))
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 def command(run: str, form: str) -> int:
     """Print the path of the newest good checkpoint in RUN, alone on standard output.

@@ -56,11 +56,14 @@ def plain_path(path: str) -> str:
     return path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
-def _write(stream: TextIO, text: str) -> None:
-    _write_bytes(stream, text.encode(stream.encoding or "utf-8", "backslashreplace"))
+def _write(stream: TextIO | None, text: str) -> None:
+    if stream is not None:
+        _write_bytes(stream, text.encode(stream.encoding or "utf-8", "backslashreplace"))
 
 
-def _write_bytes(stream: TextIO, data: bytes) -> None:
+def _write_bytes(stream: TextIO | None, data: bytes) -> None:
+    if stream is None:
+        return  # the caller closed it (`>&-`): nobody wants to know, and the exit code stays what it is
     try:
         stream.flush()
         stream.buffer.write(data)

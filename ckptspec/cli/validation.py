@@ -20,9 +20,11 @@ _AXIS = re.compile(r"([A-Za-z0-9_][A-Za-z0-9._:/+-]*)=([0-9]{1,8})\Z")
 
 
 @click.command("validate")
-@click.argument("path", type=click.Path())
+@click.argument("path", type=click.Path(readable=False))
 @click.option("--level", type=click.Choice(CHOICES), default="shards", show_default=True, help="How deep to look.")
-@click.option("--target", "file", type=click.Path(), metavar="FILE", help="Would it load on this target document?")
+@click.option(
+    "--target", "file", type=click.Path(readable=False), metavar="FILE", help="Would it load on this target document?"
+)
 @click.option("--world-size", type=click.IntRange(1, WORLD_LIMIT), metavar="N", help="Would it load on N ranks?")
 @click.option("--mesh", metavar="AXIS=N,..", help="Would it load with its own axes at these sizes?")
 @click.option("--exact", is_flag=True, help="Any difference of world size or layout is an error.")

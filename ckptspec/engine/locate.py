@@ -98,21 +98,24 @@ def read_manifest(folder: str) -> bytes:
         ) from None
 
 
-def candidates(run: str) -> tuple[Candidate, ...]:
-    """Return every folder that looks like a checkpoint, superseded ones too; each manifest is read for its step."""
+def candidates(run: str, *, exact: bool = True) -> tuple[Candidate, ...]:
+    """Return every folder that looks like a checkpoint, superseded ones too; each manifest is read for its step.
+
+    Without `exact` the head of a manifest in this library's own form is trusted for the step.
+    """
     found = []
     for name in entries(run):
         parsed = names.parse_special(name)
         if parsed is not None and parsed.kind == "superseded":
-            found.append(_candidate(run, name, superseded=True))
+            found.append(_candidate(run, name, exact, superseded=True))
         elif names.parse_step_folder(name) is not None and os.path.isdir(os.path.join(run, name)):
-            found.append(_candidate(run, name))
+            found.append(_candidate(run, name, exact))
     return tuple(c for c in found if c.step >= 0)
 
 
-def scan_run(run: str) -> RunScan:
+def scan_run(run: str, *, exact: bool = True) -> RunScan:
     """Return what lies in a run folder; reads each candidate's manifest for its step, which its name may hide."""
-    found = candidates(run)
+    found = candidates(run, exact=exact)
     final = {step for c in found if not c.superseded for step in (c.step, names.parse_step_folder(c.name))}
     # A reader that finds no final folder of a step takes a superseded one [Q-SUPERSEDED].
     steps = [c for c in found if not c.superseded or c.step not in final]
@@ -123,22 +126,31 @@ def scan_run(run: str) -> RunScan:
     return RunScan(tuple(steps), special, tuple(name for name in entries(run) if name not in known))
 
 
-def _candidate(run: str, name: str, *, superseded: bool = False) -> Candidate:
-    step = _step_of(os.path.join(run, name))
+def _candidate(run: str, name: str, exact: bool, *, superseded: bool = False) -> Candidate:
+    folder = os.path.join(run, name)
+    step = None if exact else _step_in_head(folder)
+    if step is None:
+        step = _step_of(folder)
     if step is None:
         step = -1 if superseded else names.parse_step_folder(name)
     return Candidate(-1 if step is None else step, name, superseded)
 
 
-def _step_of(folder: str) -> int | None:
-    """Return the step in a folder's manifest; one in this library's own line-by-line form is not parsed for it."""
+def _step_in_head(folder: str) -> int | None:
+    """Return the step that the head of a manifest in this library's own form shows, without parsing it all.
+
+    It is a hint: whoever decodes the manifest later compares.
+    """
     try:
         with opened(os.path.join(folder, NAME)) as file:
             start = file.read(0, min(file.nbytes, HEAD_NBYTES))
-        if start.startswith(_OWN_FORM) and (line := _STEP_LINE.search(start)) is not None:
-            return int(line[1])
     except (OSError, NotRegularError):
         return None  # whoever takes the folder for a candidate is told why it is none
+    line = _STEP_LINE.search(start) if start.startswith(_OWN_FORM) else None
+    return int(line[1]) if line is not None else None
+
+
+def _step_of(folder: str) -> int | None:
     try:
         document, findings = lexical.scan(read_manifest(folder))
     except (NotCommittedError, ManifestError):
@@ -185,13 +197,20 @@ def committed(folder: str) -> tuple[Manifest | None, Finding | None]:
 
 def newest(run: str, *, below: int | None = None) -> Newest:
     """Return the highest step (below `below`, if given) whose folder counts as a checkpoint, and what was skipped."""
-    scan = scan_run(run)
+    found = _newest(run, scan_run(run, exact=False), below)
+    return found if found is not None else _newest(run, scan_run(run), below) or Newest(None, None, (), 0)
+
+
+def _newest(run: str, scan: RunScan, below: int | None) -> Newest | None:
+    """Return the newest of a scan, or None where a manifest has another step than the scan took it for."""
     skipped: list[Skipped] = []
     for candidate in scan.steps:
         if below is not None and candidate.step >= below:
             continue
         path = os.path.join(run, candidate.name)
         manifest, finding = committed(path)
+        if manifest is not None and manifest.step != candidate.step:
+            return None
         if candidate.misnamed:
             skipped.append(Skipped(path, step_finding(candidate.name, candidate.step)))
         if finding is None:

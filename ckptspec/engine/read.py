@@ -40,6 +40,7 @@ def read(
     opened = Opened(folder, manifest)
     out: dict[str, Any] = {}
     wants: list[tuple[Need, Holding]] = []
+    arrays: dict[str, Any] = {}
     chosen = [*manifest.tensors, *manifest.aliases] if names is None else list(names)
     for name in chosen:
         target = manifest.aliases.get(name, name)
@@ -52,8 +53,14 @@ def read(
         else:
             entry = manifest.tensors[target]
             box = _box(entry, (slices or {}).get(name), name)
+            if name not in (slices or {}) and target in arrays:
+                out[name] = arrays[target]  # an alias is the tensor it points at
+                continue
+            _plausible(manifest.nbytes, entry.dtype, box, target)
             mapped = _mapped(opened, target, box) if mmap else None
             out[name] = mapped if mapped is not None else _allocate(entry.dtype, box, target, None, wants)
+            if box == Box.whole(entry.shape or ()):
+                arrays[target] = out[name]
     fetch(opened, wants, shared_pool(memory, manifest.block_size))
     return out
 
@@ -97,6 +104,14 @@ def _box(entry: TensorEntry, slices: Sequence[slice] | None, name: str) -> Box:
     return Box(tuple(a for a, _ in spans), tuple(max(0, b - a) for a, b in spans))
 
 
+def _plausible(stored: int, dtype_name: str, box: Box, name: str) -> None:
+    """Refuse to allocate more than all shards hold: whatever the manifest says, so much cannot be there [Q-CAPS]."""
+    nbytes = box.numel * dtype(dtype_name).itemsize
+    if nbytes > stored:
+        message, where = "the tensor is larger than all shards that could hold it", Where(tensor=name)
+        raise PlanError(message, rule="T-COVER", where=where, expected=f"<= {stored} bytes", found=f"{nbytes} bytes")
+
+
 def _allocate(dtype_name: str, box: Box, name: str, rank: int | None, wants: list[tuple[Need, Holding]]) -> Any:
     import numpy
 
@@ -113,6 +128,7 @@ def _local(opened: Opened, name: str, wants: list[tuple[Need, Holding]]) -> dict
         index = opened.document(entry.rank).index
         if name in index.names:
             box = Box.whole(index.shapes[index.names.index(name)])
+            _plausible(entry.nbytes, opened.manifest.tensors[name].dtype, box, name)
             out[entry.rank] = _allocate(opened.manifest.tensors[name].dtype, box, name, entry.rank, wants)
     return out
 

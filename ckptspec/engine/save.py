@@ -15,14 +15,16 @@ import msgpack
 from ckptspec.engine import commit, replicas
 from ckptspec.engine.channel import Attempt, Channel
 from ckptspec.engine.declaring import Declaring
-from ckptspec.engine.pool import Pool
+from ckptspec.engine.locate import committed, newest_manifest
+from ckptspec.engine.pool import shared_pool
 from ckptspec.engine.receipt import receipt, received
 from ckptspec.engine.snapshot import Placed, Snapshot
 from ckptspec.engine.writer import Written, plan_shard, write_shard
-from ckptspec.errors import CommitUncertainError, SaveError, Where
+from ckptspec.errors import CommitUncertainError, FormatError, SaveError, Where
 from ckptspec.format import declaration, manifest, shard
 from ckptspec.format.declaration import Declaration
 from ckptspec.format.manifest import Manifest, ShardEntry
+from ckptspec.format.names import shard_path
 from ckptspec.format.settling import Settled
 
 
@@ -59,15 +61,16 @@ def _pack(value: Any) -> bytes:
     return bytes(msgpack.packb(value))
 
 
-def save(run: str, take: Callable[[], Snapshot], request: Request, channel: Channel, pool: Pool) -> Manifest:
+def save(run: str, take: Callable[[], Snapshot], request: Request, channel: Channel, memory: int) -> Manifest:
     """Write and commit one checkpoint, every rank calling this; returns the manifest once it is durable.
 
-    `take` gives this rank's snapshot; a state that cannot be saved fails the attempt on every rank.
+    `memory` (bytes) bounds what is used beyond the state. `take` gives this rank's snapshot; a state that cannot be
+    saved fails the attempt on every rank.
 
     Raises SaveError on every rank, naming the rank that failed; CommitUncertainError where nobody saw the outcome.
     """
     attempt = channel.attempt(kind="save")
-    job = _Save(run, take, request, channel, pool, attempt)
+    job = _Save(run, take, request, channel, memory, attempt)
     try:
         return job.run_to_commit()
     except BaseException as e:
@@ -83,15 +86,16 @@ class _Save:
     """One rank's part in one save."""
 
     def __init__(
-        self, run: str, take: Callable[[], Snapshot], request: Request, channel: Channel, pool: Pool, attempt: Attempt
+        self, run: str, take: Callable[[], Snapshot], request: Request, channel: Channel, memory: int, attempt: Attempt
     ) -> None:
         self.run = run
         self.take = take
         self.request = request
         self.rank, self.world = channel.rank, channel.world_size
-        self.pool = pool
+        self.memory = memory
         self.attempt = attempt
         self.staging: commit.Staging | None = None
+        self.run_id: str | None = None
 
     def run_to_commit(self) -> Manifest:
         self.snapshot = self.take()
@@ -108,7 +112,8 @@ class _Save:
         plan = plan_shard(header, list(placed.stored()), self.snapshot.state)
         checks = replicas.Checks(self.snapshot, list(placed.replicas()) if self.world > 1 else [], settled.holders)
         path = os.path.join(self.run, opening.staging, name)
-        written = write_shard(path, plan, self.pool, self.attempt.progress, checks.tasks())
+        pool = shared_pool(self.memory, self.request.block_size)
+        written = write_shard(path, plan, pool, self.attempt.progress, checks.tasks())
         commit.sync_staging(os.path.join(self.run, opening.staging))
         self.attempt.post("hand-in", _pack([name, *vars(written).values(), checks.digests()]))
         if self.rank != 0:
@@ -127,8 +132,10 @@ class _Save:
 
     def _prepare(self) -> Opening:
         r = self.request
+        self._sealed(self._draft())
         existing = commit.existing(self.run, r.step)
-        if existing is not None and r.known_save is not None and existing.save_id == r.known_save:
+        again = existing is not None and r.on_existing != "supersede" and existing.save_id == r.known_save is not None
+        if existing is not None and existing.save_id and again and committed(existing.path)[1] is None:
             return Opening(existing.save_id, r.step, "", "", existing.path)
         if existing is not None and r.on_existing != "supersede":
             raise SaveError(
@@ -205,7 +212,7 @@ class _Save:
             ShardEntry(rank, name, *vars(Written(*rest)).values()) for rank, (name, *rest, _) in enumerate(hand_ins)
         )
         m = self._manifest(opening, declared, shards)
-        data = manifest.dump(m)
+        data = self._sealed(m)
         m = replace(m, digest=manifest.digest_of(data))
         folder = commit.publish(
             self.staging,
@@ -223,7 +230,7 @@ class _Save:
             save_id=opening.save_id,
             step=opening.step,
             world_size=self.world,
-            run_id=r.run_id or secrets.token_hex(16),
+            run_id=r.run_id or self._run_id(),
             parent=r.parent,
             created_at=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
             wall_clock_seconds=r.wall_clock_seconds,
@@ -236,6 +243,34 @@ class _Save:
             annotations=r.annotations,
             **declaration.tables(declared),
         )
+
+    def _run_id(self) -> str:
+        """Return the id of the run that is saved into: the newest checkpoint's, or a fresh one."""
+        if self.run_id is None:
+            newest = newest_manifest(self.run)
+            self.run_id = newest.run_id if newest is not None else secrets.token_hex(16)
+        return self.run_id
+
+    def _draft(self) -> Manifest:
+        """Return a manifest of nothing, as the request would have it: its faults are the request's."""
+        extent = ShardEntry(0, shard_path(0), shard.TRAILER.size + 2, 1, 1, "sha256:" + "0" * 64)
+        opening = Opening("0" * 32, self.request.step, "", "rename")
+        return replace(self._manifest(opening, Declaration(), (extent,)), world_size=1)
+
+    def _sealed(self, m: Manifest) -> bytes:
+        """Return the manifest's bytes, once they have passed what every reader will ask of them [P-VERSION].
+
+        Raises SaveError with the rule that a request, or a name of the state, breaks.
+        """
+        try:
+            data = manifest.dump(m)
+            manifest.parse(data)
+        except FormatError as e:
+            raise SaveError(f"what was asked for cannot be saved: {e.message}", rank=0, **e.details()) from None
+        except (TypeError, ValueError, RecursionError) as e:  # not JSON at all
+            message = f"run_id and annotations must be JSON: {e}"
+            raise SaveError(message, rank=0, rule="M-NOTE", where=Where(manifest.NAME)) from None
+        return data
 
     def abandon(self) -> None:
         """Remove what a failed attempt left in its staging folder; what cannot be removed waits for `clean`."""

@@ -8,7 +8,7 @@ from itertools import pairwise, product
 from math import prod
 from zlib import crc32
 
-from ckptspec.format.layout import Axis, FlatLayout, Mesh, MeshLayout, RankMap, coordinate, rank_at
+from ckptspec.format.layout import Axis, FlatLayout, Mesh, MeshLayout, RankMap, coordinate, members, rank_at
 
 Ranks = tuple[int, ...]
 Coord = tuple[int, ...]
@@ -91,7 +91,11 @@ def narrow(name: str, layout: MeshLayout | FlatLayout, mesh: Mesh, ranks: Ranks)
     Axes that cut the tensor must be held whole. The others are pinned where the holders share one index on them; else
     the holders get a mesh of their own. Raises HoldersError.
     """
+    if len(ranks) == mesh.size and not layout.at and ranks == tuple(members(mesh)):
+        return Narrowed(name, layout, mesh)
     cut = [mesh.index(a) for a in _cut(layout)]
+    if not cut and len(mesh.axes) == 1 and mesh.ranks is None and ranks[-1] < mesh.size:
+        return _apart(name, layout, ranks, _own_mesh(mesh, ranks, (), cut, [0]))
     free = [i for i in range(len(mesh.axes)) if i not in cut]
     kept = _places(layout, mesh, ranks, cut, free)
     sizes = [1 if mesh.axes[i].name in layout.at else mesh.shape[i] for i in free]
@@ -104,9 +108,12 @@ def narrow(name: str, layout: MeshLayout | FlatLayout, mesh: Mesh, ranks: Ranks)
         if len(mesh.axes) > 1:
             pins = ",".join(f"{axis}={i}" for axis, i in at.items())
             return Narrowed(f"{name}@{pins}", replace(layout, at={**layout.at, **at}), mesh)
-    label = f"{layout.mesh}@{tag(ranks)}"
-    own = _own_mesh(mesh, ranks, kept, cut, free)
-    return Narrowed(f"{name}@{tag(ranks)}", replace(layout, mesh=label, at={}), own)
+    return _apart(name, layout, ranks, _own_mesh(mesh, ranks, kept, cut, free))
+
+
+def _apart(name: str, layout: MeshLayout | FlatLayout, ranks: Ranks, own: Mesh) -> Narrowed:
+    label = tag(ranks)
+    return Narrowed(f"{name}@{label}", replace(layout, mesh=f"{layout.mesh}@{label}", at={}), own)
 
 
 def _cut(layout: MeshLayout | FlatLayout) -> list[str]:

@@ -108,8 +108,14 @@ def moves(rank: int, index: Index, parts: Sequence[Part]) -> Iterator[Move]:
 
 
 def whole_chunks(index: Index) -> dict[tuple[str, Box], int]:
-    """Return the row of every chunk by tensor name and box: a need that is one of them needs no search."""
-    return {(index.names[c.tensor], c.box): row for row, c in enumerate(index.chunks)}
+    """Return the row of every chunk by tensor name and box: a need that is one of them needs no search.
+
+    Raises PlanError [T-COVER] for an index that has a box twice.
+    """
+    rows = {(index.names[c.tensor], c.box): row for row, c in enumerate(index.chunks)}
+    if len(rows) != len(index.chunks):
+        raise PlanError("a shard holds one box of a tensor twice", rule="T-COVER")
+    return rows
 
 
 def _rows(index: Index, names: set[str]) -> dict[str, list[int]]:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from ckptspec.engine import save as engine_save
-from ckptspec.engine.locate import newest_manifest
 from ckptspec.engine.pool import DEFAULT_BUDGET, shared_pool
 from ckptspec.format.manifest import Manifest
 from ckptspec.format.pause import collector_paused
@@ -84,17 +83,21 @@ def save(
     SaveError on every rank naming the rank that failed, CommitUncertainError where nobody saw the outcome (SPEC section
     Commit).
     """
-    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 53:
-        raise ValueError(f"step must be an integer from 0 to 2^53 - 1, not {step!r}")
-    if on_existing not in ("refuse", "supersede"):
-        raise ValueError(f'on_existing is "refuse" or "supersede", not {on_existing!r}')
-    if scope not in ("full", "partial") or (scope == "partial") != bool(exclude):
-        raise ValueError('scope is "full", or "partial" with the names to leave out in exclude=[...]')
+
+    def check() -> None:
+        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 53:
+            raise ValueError(f"step must be an integer from 0 to 2^53 - 1, not {step!r}")
+        if on_existing not in ("refuse", "supersede"):
+            raise ValueError(f'on_existing is "refuse" or "supersede", not {on_existing!r}')
+        if scope not in ("full", "partial") or (scope == "partial") != bool(exclude):
+            raise ValueError('scope is "full", or "partial" with the names to leave out in exclude=[...]')
+        shared_pool(memory)
+
+    here = group.world()
+    if here.size == 1:
+        check()
     folder = os.fspath(run)
     known = _known.get(os.path.realpath(folder))
-    here = group.world()
-    if known is None and here.rank == 0 and run_id is None and (newest := newest_manifest(folder)) is not None:
-        run_id = newest.run_id
     request = engine_save.Request(
         step=step,
         run_id=run_id or (known.run_id if known else None),
@@ -110,15 +113,15 @@ def save(
         known_save=known.save_id if known and known.step == step else None,
     )
     channel = group.channel(silence)
-    pool = shared_pool(memory, block_size)
 
     def take() -> Any:
+        check()  # inside the attempt: what only one rank gets wrong must not leave the others waiting
         return snapshot(
             capture(state, rank=here.rank, world=here.size, plain=plain, ties=ties, exclude=listed(exclude))
         )
 
     with collector_paused():
-        manifest = engine_save.save(folder, take, request, channel, pool)
+        manifest = engine_save.save(folder, take, request, channel, memory)
     _remember(folder, manifest)
     return manifest
 

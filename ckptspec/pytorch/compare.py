@@ -12,6 +12,7 @@ from ckptspec.format.box import Box
 from ckptspec.format.layout import BoxesLayout, Layout, MeshLayout
 from ckptspec.format.manifest import TensorEntry
 from ckptspec.format.placement import resolve
+from ckptspec.pytorch.overlap import Filled
 from ckptspec.pytorch.record import Leaf
 from ckptspec.pytorch.select import listed, matches
 
@@ -28,7 +29,7 @@ class Comparison:
         self.rank = rank
         self.cast = cast
         self.casts: dict[str, tuple[str, str]] = {}
-        self.filled: dict[tuple[object, ...], str] = {}
+        self.filled = Filled()
         self.rows: dict[str, int] | None = None
 
     def fault(self, name: str, target: str, leaf: Leaf) -> PlanError | None:
@@ -89,16 +90,15 @@ class Comparison:
         if 0 in strides and any(s == 0 and n > 1 for s, n in zip(strides, t.shape, strict=True)):
             return PlanError("an expanded tensor cannot be filled", rule="R-LAYOUT", where=where,
                              advice="give it memory of its own: tensor.clone()")  # fmt: skip
-        key = (t.device, t.data_ptr(), t.dtype, t.shape, t.stride())
-        other = self.filled.setdefault(key, target) if t.numel() else target
-        if other == target:
+        other = self.filled.overlap(t, target)
+        if other is None:
             return None
         return PlanError(
             "two tensors share memory in the state but not in the checkpoint",
             rule="Q-ALIAS",
             where=Where(tensor=name),
-            expected=f"memory of its own: {other!r} is stored separately",
-            found="tied",
+            expected=f"memory of its own: {other!r} is another tensor",
+            found="memory in common",
             advice="untie them before the load",
         )
 

@@ -23,7 +23,7 @@ from ckptspec.format.manifest import Manifest
 from ckptspec.format.objects import TensorRef
 from ckptspec.plan.transfers import Need
 from ckptspec.pytorch import group
-from ckptspec.pytorch.adapters.base import Chosen, Saved
+from ckptspec.pytorch.adapters.base import Adapter, Chosen, Saved
 from ckptspec.pytorch.capture import capture
 from ckptspec.pytorch.compare import Cast, Comparison, together
 from ckptspec.pytorch.holding import TorchHolding
@@ -97,6 +97,7 @@ def load(path: str | os.PathLike[str], into: Any, options: Options, silence: flo
         _tell(theirs, begun)
         raise theirs from e
     except BaseException as e:
+        _tell(e, job is not None and job.begun)
         attempt.fail(e)
         raise
     return result, manifest
@@ -166,6 +167,7 @@ class _Load:
             unexpected=o.unexpected,
             manifest=self.manifest,
         )
+        self._replaceable(chosen, stored)
         chosen = self._review(captured, chosen)
         wants = self._wants(captured, chosen, stored)
         self.begun = True
@@ -182,6 +184,17 @@ class _Load:
             self.comparison.casts,
             real,
         )
+
+    def _replaceable(self, chosen: Selection, stored: Mapping[str, Any]) -> None:
+        """Refuse values of a tuple at the root: it has no container in which they could be replaced."""
+        values = [n for n in chosen.names if "/" not in n and not isinstance(stored[n], TensorRef)]
+        if type(self.into) is tuple and values:
+            raise PlanError(
+                "a tuple at the root of the state cannot take new values",
+                rule="R-NAME",
+                where=Where(tensor=values[0]),
+                advice="make the state a dict or a list, or leave the values out with skip=",
+            )
 
     def _same_world(self) -> None:
         if self.manifest.world_size != self.world:
@@ -223,6 +236,8 @@ class _Load:
         faults: list[PlanError] = []
         missing, unexpected = list(chosen.missing), list(chosen.unexpected)
         for place, adapter in captured.opened.items():
+            if type(adapter).review is Adapter.review:
+                continue
             names = frozenset(n for n in chosen.names if below(place, n))
             seen = Chosen(names, self.options.missing == "keep", self.options.unexpected == "ignore")
             faults += adapter.review(seen)

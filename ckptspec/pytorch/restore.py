@@ -16,7 +16,10 @@ _WRAPPERS = (Local, Replicated, Owned)
 def replace_values(node: Any, name: str, values: Mapping[str, Any]) -> Any:
     """Put values into `node` in place, by name; return `node`, or what stands in its stead."""
     if name in values:
-        return replace(node, value=values[name]) if type(node) in _WRAPPERS else values[name]
+        value = values[name]
+        if type(node) in _WRAPPERS:
+            return node if value is node.value else replace(node, value=value)
+        return value
     prefix = f"{name}/" if name else ""
     if isinstance(node, dict):
         for key, child in node.items():
@@ -41,9 +44,10 @@ def settle(state: Any, opened: Mapping[str, Adapter], values: Mapping[str, Any],
     objects; random number generators last.
     """
     standing = dict(values)
+    touched = {n[:i] for n in names if opened for i, c in enumerate(n) if c == "/"} | names
     for name in _order(opened):
         adapter = opened[name]
-        if any(below(name, n) for n in names):
+        if name in touched:
             adapter.tree = replace_values(adapter.tree, name, standing)
             standing[name] = adapter.restore()
         else:

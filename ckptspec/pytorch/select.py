@@ -38,6 +38,8 @@ def listed(patterns: Iterable[str]) -> tuple[str, ...]:
 def asked_for(only: Patterns, skip: Patterns) -> Callable[[str], bool]:
     """Return what tells whether a name is to be loaded."""
     chosen, dropped = listed(only) if only is not None else None, listed(skip or ())
+    if chosen is None and not dropped:
+        return lambda name: True
     return lambda name: (chosen is None or matches(name, chosen)) and not matches(name, dropped)
 
 
@@ -94,6 +96,8 @@ def _omitted(names: Sequence[str], omitted: Mapping[str, str]) -> list[str]:
 def as_fine(parts: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
     """Return parts with the objects cut up in whose place the other side has something below: an optimizer that never
     stepped is one object, one that did has its groups beside its tensors."""
+    if not any(type(value) in (dict, list, tuple) for value in parts.values()):
+        return dict(parts)
     inside = {name[:i] for name in others for i, c in enumerate(name) if c == "/"}
     out: dict[str, Any] = {}
 

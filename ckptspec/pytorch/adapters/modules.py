@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from ckptspec.pytorch.adapters.base import ABSENT, MODULES, Adapter, Context, misfit
-from ckptspec.pytorch.adapters.names import Names, unwrap
+from ckptspec.pytorch.adapters.names import Names, by_class, unwrap
 from ckptspec.pytorch.adapters.template import Template
 from ckptspec.pytorch.pieces import assemble
 from ckptspec.pytorch.values import refuse
 
 EXTRA = "_extra_state"
+_FSDP1 = {"torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": True}
 
 
 class ModuleAdapter(Adapter):
@@ -21,15 +24,17 @@ class ModuleAdapter(Adapter):
 
     def __init__(self, value: Any, context: Context) -> None:
         self._module = unwrap(value)
+        _refuse_fsdp1(self._module, context.name)
         self._live = self._module.state_dict(keep_vars=True)
         self._name = context.name
         names = Names(self._module)
         self._keys = {names.short(key): key for key in self._live}
         tree = {short: self._live[key] for short, key in self._keys.items()}
-        if context.saved is not None and isinstance(context.found, dict):
+        found = context.found
+        if context.saved is not None and isinstance(found, dict):
             template = Template(context.saved)
             for short, live in tree.items():
-                saved = context.found.get(short, ABSENT)
+                saved = found.get(short, ABSENT)
                 if short.rpartition(".")[2] == EXTRA and saved is not ABSENT:
                     tree[short] = template.like(saved, live, context.join(short))
         super().__init__(value, {k: v for k, v in tree.items() if v is not ABSENT})
@@ -49,11 +54,12 @@ class ModuleAdapter(Adapter):
         return self.value
 
 
-def refuse_fsdp1(value: Any, context: Context) -> Adapter:
-    """Raise StateError: the state_dict of FSDP1 is made by collectives and is not the live memory."""
-    raise refuse(
-        context.name,
-        "FullyShardedDataParallel has no state that can be saved in place",
-        found=type(value).__name__,
-        advice="use torch.distributed.fsdp.fully_shard, or describe its flat parameters with ckptspec.FlatShard",
-    )
+def _refuse_fsdp1(module: nn.Module, name: str) -> None:
+    """Raise StateError for FSDP1 anywhere in a module: its state_dict takes collectives and is not the live memory."""
+    for path, inner in module.named_modules():
+        if by_class(_FSDP1, type(inner)):
+            raise refuse(
+                f"{name}/{path}" if path else name,
+                "FullyShardedDataParallel has no state that can be saved in place",
+                advice="use torch.distributed.fsdp.fully_shard, or describe its flat parameters by ckptspec.FlatShard",
+            )

@@ -86,7 +86,7 @@ class OptimizerAdapter(Adapter):
         context = self._context
         assert context.saved is not None
         m = context.saved.manifest
-        rule = _device_rule(p, self._group_of[id(p)])
+        rule = device_rule(p, self._group_of[id(p)])
 
         def make(where: str, target: str, kind: torch.dtype, shape: tuple[int, ...]) -> Tensor:
             return new_state(p, m, target, kind, shape, rule(where))
@@ -114,8 +114,8 @@ class OptimizerAdapter(Adapter):
                          found=str(len(self._groups)), advice=advice)  # fmt: skip
             return
         for i, (there, here) in enumerate(zip(groups, self._group_names(), strict=True)):
-            missing = [n for n in here if n not in set(there["params"])]
-            extra = [n for n in there["params"] if n not in set(here)]
+            known, held = set(there["params"]), set(here)
+            missing, extra = [n for n in here if n not in known], [n for n in there["params"] if n not in held]
             if (missing and not chosen.keep_missing) or (extra and not chosen.ignore_unexpected):
                 advice = f"skip={[place]!r} keeps the groups as they are"
                 yield misfit(f"{place}/{i}", "the group holds other parameters", expected=_some(extra) or "no others",
@@ -150,7 +150,7 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _device_rule(p: Tensor, group: Mapping[str, Any]) -> Callable[[str], torch.device]:
+def device_rule(p: Tensor, group: Mapping[str, Any]) -> Callable[[str], torch.device]:
     """Return where a value of the state lives, by its place: as torch decides when it loads an optimizer."""
     on_device = bool(group.get("capturable") or group.get("fused"))
 

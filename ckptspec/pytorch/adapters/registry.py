@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ckptspec.pytorch.adapters.base import Adapter, Context
-from ckptspec.pytorch.adapters.modules import ModuleAdapter, refuse_fsdp1
+from ckptspec.pytorch.adapters.modules import ModuleAdapter
 from ckptspec.pytorch.adapters.names import by_class
 from ckptspec.pytorch.adapters.objects import ObjectAdapter
 from ckptspec.pytorch.adapters.optimizers import OptimizerAdapter
@@ -28,7 +28,6 @@ def _optimizer(value: Any, context: Context) -> Adapter:
 # The class names are those of torch; the nearest class of an object's bases counts.
 OPENERS: Mapping[str, Open] = {
     "torch.nn.modules.module.Module": ModuleAdapter,
-    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": refuse_fsdp1,
     "torch.optim.optimizer.Optimizer": _optimizer,
     "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer": ZeroAdapter,
     "ckptspec.pytorch.wrappers.RNG": RngAdapter,
