@@ -13,6 +13,7 @@ from make import builder
 from ckptspec.engine.documents import load_manifest
 from ckptspec.engine.locate import is_run, latest, newest, newest_manifest, resolve, scan_run
 from ckptspec.errors import NotCommittedError
+from ckptspec.format import lexical
 
 ID = "abcdef0123456789abcdef0123456789"
 
@@ -178,10 +179,8 @@ def test_another_file_or_no_file_is_said_to_be_that(run: Path) -> None:
 
 
 def test_a_manifest_that_shows_another_step_in_its_head_misleads_nobody(tmp_path: Path) -> None:
-    from ckptspec.format import lexical
-
-    checkpoint(tmp_path / "step-00000009", 1, step=9, save_id="9" * 32)
-    bad = checkpoint(tmp_path / "step-00000007", 1, step=7, save_id="7" * 32)
+    make.checkpoint(tmp_path / "step-00000009", 1, step=9, save_id="9" * 32)
+    bad = make.checkpoint(tmp_path / "step-00000007", 1, step=7, save_id="7" * 32)
     data = (bad / "manifest.json").read_bytes()
     body = lexical.unseal(data)
     note = b'"annotations": {"org.x": {"a": 1,\n "step": 500,\n "b": 2}}'
