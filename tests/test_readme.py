@@ -29,7 +29,13 @@ def test_the_quick_start_and_the_commands_after_it_run(tmp_path: Path) -> None:
     done = run([sys.executable, "-c", code], tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["run/step-00000100", "ok"]
-    expected = {"validate run --level bytes": 0, "validate run --world-size 3": 1, "inspect run": 0, "latest run": 0}
+    expected = {
+        "validate run --level bytes": 0,
+        "validate run --world-size 3": 1,
+        "inspect run": 0,
+        "latest run": 0,
+        "rollback run --to 100": 0,
+    }
     for line in block("shell").splitlines():
         command = line.split("#")[0].split()
         assert command[0] == "ckptspec"

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -52,6 +53,17 @@ def _elapsed(known: _Known | None) -> int:
     return known.wall_clock_seconds + int(time.monotonic() - known.at)
 
 
+def _check(step: object, on_existing: str, scope: str, exclude: Sequence[str], memory: int) -> None:
+    """Raise ValueError for arguments that no save can have."""
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 53:
+        raise ValueError(f"step must be an integer from 0 to 2^53 - 1, not {step!r}")
+    if on_existing not in ("refuse", "supersede"):
+        raise ValueError(f'on_existing is "refuse" or "supersede", not {on_existing!r}')
+    if scope not in ("full", "partial") or (scope == "partial") != bool(exclude):
+        raise ValueError('scope is "full", or "partial" with the names to leave out in exclude=[...]')
+    shared_pool(memory)
+
+
 def save(
     run: str | os.PathLike[str],
     state: Any,
@@ -83,16 +95,7 @@ def save(
     SaveError on every rank naming the rank that failed, CommitUncertainError where nobody saw the outcome (SPEC section
     Commit).
     """
-
-    def check() -> None:
-        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 53:
-            raise ValueError(f"step must be an integer from 0 to 2^53 - 1, not {step!r}")
-        if on_existing not in ("refuse", "supersede"):
-            raise ValueError(f'on_existing is "refuse" or "supersede", not {on_existing!r}')
-        if scope not in ("full", "partial") or (scope == "partial") != bool(exclude):
-            raise ValueError('scope is "full", or "partial" with the names to leave out in exclude=[...]')
-        shared_pool(memory)
-
+    check = partial(_check, step, on_existing, scope, exclude, memory)
     here = group.world()
     if here.size == 1:
         check()
