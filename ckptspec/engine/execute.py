@@ -6,13 +6,16 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 
 from ckptspec.engine.holding import Holding
 from ckptspec.engine.pool import Pool, Task, turn
+from ckptspec.engine.slabs import Slab, Wish, slabs
 from ckptspec.errors import IntegrityError, Where
 from ckptspec.format import shard
-from ckptspec.format.box import Box, long_axis
+from ckptspec.format.box import Box
 from ckptspec.format.dtypes import dtype
+from ckptspec.plan.views import View
 from ckptspec.storage import local
 
 # Threads that take small parts in turn read the file almost in order, as the kernel's readahead likes it: from a cold
@@ -35,11 +38,16 @@ class Source:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Move `box` (global coordinates, inside chunk row `chunk` of the source) into `holding`."""
+    """Move `box` out of chunk row `chunk` of the source into `holding`.
+
+    The box is in the coordinates of the chunk's tensor and inside the chunk; with `view`, in those of the view, whose
+    run of elements is inside the chunk.
+    """
 
     chunk: int
     box: Box
     holding: Holding
+    view: View | None = None
 
 
 def execute(work: Iterable[tuple[Source, Sequence[Transfer]]], pool: Pool, progress: Progress | None = None) -> None:
@@ -73,24 +81,6 @@ def _strides(sizes: Sequence[int]) -> list[int]:
     return out[::-1]
 
 
-def _element(chunk: Box, strides: Sequence[int], index: Sequence[int]) -> int:
-    return sum((i - o) * s for i, o, s in zip(index, chunk.offsets, strides, strict=True))
-
-
-def _halves(box: Box) -> tuple[Box, Box]:
-    axis = long_axis(box)
-    assert axis is not None  # a single element never exceeds a buffer
-    half = box.sizes[axis] // 2
-
-    def part(start: int, size: int) -> Box:
-        offsets, sizes = list(box.offsets), list(box.sizes)
-        offsets[axis] += start
-        sizes[axis] = size
-        return Box(tuple(offsets), tuple(sizes))
-
-    return part(0, half), part(half, box.sizes[axis] - half)
-
-
 class _Reader:
     """The transfers from one open shard, cut into tasks."""
 
@@ -108,21 +98,15 @@ class _Reader:
     def tasks(self, buffer_nbytes: int) -> Iterator[Task]:
         """Yield tasks in file order: runs of small chunks, parts of whole chunks in place, slabs of cut chunks."""
         run: list[Transfer] = []
-        for t in self.transfers:
-            chunk = self.index.chunks[t.chunk]
-            if chunk.nbytes < shard.LARGE:
-                if run and not self._joins(run, chunk, buffer_nbytes):
-                    yield partial(self._read_run, run)
-                    run = []
-                run.append(t)
+        for row, several in groupby(self.transfers, key=lambda t: t.chunk):
+            chunk = self.index.chunks[row]
+            if chunk.nbytes >= shard.LARGE:
+                yield from self._large(row, list(several), buffer_nbytes)
                 continue
-            view = t.holding.view(t.box) if t.box == chunk.box else None
-            if view is None:
-                yield from self._slabs(t, t.box, buffer_nbytes)
-                continue
-            part = max(1, PART // self.block_size) * self.block_size
-            for at in range(0, chunk.nbytes, part):
-                yield partial(self._read_part, t.chunk, view[at : at + part], at)
+            if run and not self._joins(run, chunk, buffer_nbytes):
+                yield partial(self._read_run, run)
+                run = []
+            run += several
         if run:
             yield partial(self._read_run, run)
 
@@ -130,6 +114,32 @@ class _Reader:
         first, last = self.index.chunks[run[0].chunk], self.index.chunks[run[-1].chunk]
         near = chunk.start - (last.start + last.nbytes) <= GAP
         return near and chunk.start + chunk.nbytes - first.start <= buffer_nbytes
+
+    def _large(self, row: int, transfers: list[Transfer], buffer_nbytes: int) -> Iterator[Task]:
+        """Yield the tasks of one large chunk: all of it in place, or whole blocks by way of a buffer."""
+        chunk = self.index.chunks[row]
+        if len(transfers) == 1 and transfers[0].box == chunk.box and transfers[0].view is None:
+            view = transfers[0].holding.view(chunk.box)
+            if view is not None:
+                yield from self._in_place(row, view, 0)
+                return
+        wishes = [Wish(self._view(t), t.box, t.holding) for t in transfers]
+        for slab in slabs(wishes, chunk.nbytes, self.itemsize[chunk.tensor], self.block_size, buffer_nbytes):
+            if slab.place is None:
+                yield partial(self._read_slab, row, slab)
+            else:
+                yield from self._in_place(row, slab.place, slab.low)
+
+    def _view(self, t: Transfer) -> View:
+        """Return the run of the chunk's own elements that the transfer's box is a part of."""
+        chunk = self.index.chunks[t.chunk]
+        return View(0, chunk.box) if t.view is None else View(t.view.start - chunk.box.offsets[0], t.view.box)
+
+    def _in_place(self, row: int, view: memoryview, at: int) -> Iterator[Task]:
+        """Yield reads of whole blocks, from byte `at` of a chunk on, to where they belong."""
+        part = max(1, PART // self.block_size) * self.block_size
+        for i in range(0, len(view), part):
+            yield partial(self._read_part, row, view[i : i + part], at + i)
 
     def _verify(self, row: int, data: memoryview, at: int) -> None:
         """Compare the blocks of `data`, at byte `at` (a block boundary) of chunk `row`, with their digests."""
@@ -163,43 +173,32 @@ class _Reader:
         data = buffer[: last.start + last.nbytes - first.start]
         self._read(data, first.start)
         with turn:
+            verified = -1
             for t in run:
                 chunk = self.index.chunks[t.chunk]
                 found = data[chunk.start - first.start : chunk.start - first.start + chunk.nbytes]
-                self._verify(t.chunk, found, 0)
+                if t.chunk != verified:
+                    self._verify(t.chunk, found, 0)
+                    verified = t.chunk
                 self._deliver(t, chunk, found)
         self.progress(len(data))
 
     def _deliver(self, t: Transfer, chunk: shard.ChunkRow, found: memoryview) -> None:
-        view = t.holding.view(t.box) if t.box == chunk.box else None
+        view = t.holding.view(t.box) if t.box == chunk.box and t.view is None else None
         if view is not None:
             view[:] = found  # under 262,144 bytes
             return
-        strides = _strides(chunk.box.sizes)
-        start = _element(chunk.box, strides, t.box.offsets) * self.itemsize[chunk.tensor]
-        t.holding.scatter(t.box, found[start:], strides)
+        run = self._view(t)
+        start = run.hull(t.box)[0] * self.itemsize[chunk.tensor]
+        t.holding.scatter(t.box, found[start:], _strides(run.box.sizes))
 
-    def _slabs(self, t: Transfer, box: Box, buffer_nbytes: int) -> Iterator[Task]:
-        """Yield reads of the whole blocks that cover `box`, each within a buffer."""
-        chunk = self.index.chunks[t.chunk]
-        strides, itemsize = _strides(chunk.box.sizes), self.itemsize[chunk.tensor]
-        start = _element(chunk.box, strides, box.offsets) * itemsize
-        stop = (_element(chunk.box, strides, [s - 1 for s in box.stops]) + 1) * itemsize
-        low = start // self.block_size * self.block_size
-        high = min(-(-stop // self.block_size) * self.block_size, chunk.nbytes)
-        if high - low > buffer_nbytes:
-            for half in _halves(box):
-                yield from self._slabs(t, half, buffer_nbytes)
-            return
-        yield partial(self._read_slab, t, box, (low, high), (start, stop))
-
-    def _read_slab(
-        self, t: Transfer, box: Box, blocks: tuple[int, int], wanted: tuple[int, int], buffer: memoryview
-    ) -> None:
-        chunk = self.index.chunks[t.chunk]
-        low, high = blocks
-        data = buffer[: high - low]
-        self._read(data, chunk.start + low)
-        self._verify(t.chunk, data, low)
-        t.holding.scatter(box, data[wanted[0] - low : wanted[1] - low], _strides(chunk.box.sizes))
+    def _read_slab(self, row: int, slab: Slab, buffer: memoryview) -> None:
+        chunk = self.index.chunks[row]
+        itemsize = self.itemsize[chunk.tensor]
+        data = buffer[: slab.high - slab.low]
+        self._read(data, chunk.start + slab.low)
+        self._verify(row, data, slab.low)
+        for view, box, holding in slab.pieces():
+            start, stop = (e * itemsize - slab.low for e in view.hull(box))
+            holding.scatter(box, data[start:stop], _strides(view.box.sizes))
         self.progress(len(data))

@@ -12,20 +12,25 @@ from ckptspec.format.holding import Placement
 from ckptspec.format.manifest import Manifest
 from ckptspec.format.placement import resolve
 from ckptspec.format.shard import Index
+from ckptspec.plan.views import View
 
 
 @dataclass(frozen=True)
 class Need:
-    """One box of one tensor that a destination wants; `rank` is whose, for a local tensor."""
+    """One box of one stored tensor that a destination wants; `rank` is whose, for a local tensor.
+
+    With `view` the stored tensor is one-dimensional and `box` is a part of the view's box, in its coordinates.
+    """
 
     name: str
     box: Box
     rank: int | None = None
+    view: View | None = None
 
 
 @dataclass(frozen=True)
 class Part:
-    """A stored box (the piece of `need` inside it) at one of the `ranks` that store a copy."""
+    """A piece of what is stored, `box` in the stored tensor's coordinates, at each of the `ranks` with a copy."""
 
     need: Need
     box: Box
@@ -34,20 +39,29 @@ class Part:
 
 @dataclass(frozen=True)
 class Move:
-    """One piece to move: `box` out of chunk row `chunk` of the shard of `rank`, for `need`."""
+    """One piece to move: `box` out of chunk row `chunk` of the shard of `rank`, for `need`.
+
+    With `view`, those elements of the chunk's tensor are the view's box, and `box` is a part of it.
+    """
 
     need: Need
     rank: int
     chunk: int
     box: Box
+    view: View | None = None
 
 
 @dataclass
 class Locator:
-    """Finds where boxes are stored, from the manifest's layouts alone [T-HOLD]."""
+    """Finds where boxes are stored, from the manifest's layouts alone [T-HOLD].
+
+    `prefer` is the rank whose own shard is read where it stores a copy. `without` are (rank, tensor) pairs that cannot
+    be read, with tensor None for a whole shard: another copy is taken [Q-REPLICA].
+    """
 
     manifest: Manifest
     prefer: int | None = None
+    without: frozenset[tuple[int, str | None]] = frozenset()
     _placements: dict[str, Placement] = field(default_factory=dict)
 
     def parts(self, need: Need) -> Iterator[Part]:
@@ -64,17 +78,36 @@ class Locator:
             self._placements[entry.layout] = resolve(layout, self.manifest.meshes)
         place = self._placements[entry.layout]
         itemsize = dtype(entry.dtype).itemsize
+        wanted = need.box if need.view is None else _run(*need.view.hull(need.box))
         found: dict[Box, list[int]] = {}
-        for rank, box in place.storers(entry.shape, itemsize, need.name, self.manifest.copies, need.box):
-            shared = box if box == need.box else intersect(box, need.box)
+        for rank, box in place.storers(entry.shape, itemsize, need.name, self.manifest.copies, wanted):
+            shared = box if box == wanted else intersect(box, wanted)
             if shared is not None:
                 found.setdefault(shared, []).append(rank)
         for box, ranks in found.items():
             yield Part(need, box, tuple(ranks))
 
     def choose(self, part: Part) -> int:
-        """Return the rank to read a part from: the preferred one where it stores a copy, else the first."""
-        return self.prefer if self.prefer is not None and self.prefer in part.ranks else part.ranks[0]
+        """Return the rank to read a part from: the preferred one where it stores a copy, else the first that may be.
+
+        Raises PlanError [Q-REPLICA] where every copy is in a shard that cannot be read.
+        """
+        good = [rank for rank in part.ranks if self._readable(rank, part.need.name)] if self.without else part.ranks
+        if self.prefer is not None and self.prefer in good:
+            return self.prefer
+        if good:
+            return good[0]
+        where = Where(tensor=part.need.name, rank=part.ranks[0])
+        held = "rank " + ", ".join(map(str, part.ranks))
+        message = "no readable shard stores this part"
+        raise PlanError(message, rule="Q-REPLICA", where=where, expected=f"a copy in a shard other than of {held}")
+
+    def _readable(self, rank: int, name: str) -> bool:
+        return (rank, None) not in self.without and (rank, name) not in self.without
+
+
+def _run(start: int, stop: int) -> Box:
+    return Box((start,), (stop - start,))
 
 
 def needed(locator: Locator, needs: Iterable[Need]) -> dict[int, list[Part]]:
@@ -99,12 +132,23 @@ def moves(rank: int, index: Index, parts: Sequence[Part]) -> Iterator[Move]:
             shared = box if box == part.box else intersect(box, part.box)
             if shared is not None:
                 found += shared.numel
-                yield Move(part.need, rank, row, shared)
+                yield from _moves(part.need, rank, row, shared)
         if found != part.box.numel:
             where = Where(tensor=part.need.name, rank=rank)
             message = "the shard does not hold the part that its layout gives it"
             expected = f"{part.box.numel} elements"
             raise PlanError(message, rule="T-COVER", where=where, expected=expected, found=str(found))
+
+
+def _moves(need: Need, rank: int, row: int, stored: Box) -> Iterator[Move]:
+    """Yield the moves for what one chunk stores of a need."""
+    if need.view is None:
+        yield Move(need, rank, row, stored)
+        return
+    for view in need.view.within(stored.offsets[0], stored.stops[0]):
+        box = view.box if view.box == need.box else intersect(view.box, need.box)
+        if box is not None:
+            yield Move(need, rank, row, box, view)
 
 
 def whole_chunks(index: Index) -> dict[tuple[str, Box], int]:
