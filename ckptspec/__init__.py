@@ -6,8 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckptspec.engine.diff import diff as diff
     from ckptspec.engine.locate import latest as latest
+    from ckptspec.engine.planning import plan as plan
     from ckptspec.engine.read import read as read
+    from ckptspec.engine.reshard import reshard as reshard
     from ckptspec.engine.rollback import rollback as rollback
     from ckptspec.engine.verify import validate as validate
     from ckptspec.errors import CkptspecError as CkptspecError
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from ckptspec.format.report import Finding as Finding
     from ckptspec.format.report import Report as Report
     from ckptspec.format.target import Target as Target
+    from ckptspec.plan.planned import Plan as Plan
     from ckptspec.pytorch.api import load as load
     from ckptspec.pytorch.api import save as save
     from ckptspec.pytorch.load import LoadResult as LoadResult
@@ -43,14 +47,18 @@ _ERRORS = (
     "SaveError ShardError StateError UnsupportedVersionError ValidationFailed"
 )
 _HOMES = {
+    "engine.diff": "diff",
     "engine.locate": "latest",
+    "engine.planning": "plan",
     "engine.read": "read",
+    "engine.reshard": "reshard",
     "engine.rollback": "rollback",
     "engine.verify": "validate",
     "errors": _ERRORS,
     "format.manifest": "SPEC_VERSION Manifest",
     "format.report": "Finding Report",
     "format.target": "Target",
+    "plan.planned": "Plan",
     "pytorch.api": "load save",
     "pytorch.load": "LoadResult",
     "pytorch.pieces": "register_pieces",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ class CkptspecError(Exception):
         self.advice = advice
 
     def __str__(self) -> str:
-        place = str(self.where)
+        told = re.search(rf"(^|: )ranks? {self.where.rank}\b", self.message)  # one that the message begins with
+        place = str(replace(self.where, rank=None) if told else self.where)
         text = f"{place}: {self.message}" if place else self.message
         if self.expected is not None:
             text += f", expected {self.expected}"
@@ -107,19 +109,24 @@ class PlanError(CkptspecError):
 
 
 class LoadError(CkptspecError):
-    """A load failed on another rank, `rank`; the destination is undefined where the message says so."""
+    """A load failed on another rank, `rank`; the destination is undefined where the message says so.
+
+    `cause` names the type of the error there.
+    """
 
     def __init__(self, message: str, *, rank: int | None = None, **details: Any) -> None:
         super().__init__(message, **details)
         self.rank = rank
+        self.cause = ""
 
 
 class SaveError(CkptspecError):
-    """A save failed and left nothing visible; `rank` names who failed."""
+    """A save failed and left nothing visible; `rank` names who failed, `cause` the type of the error there."""
 
     def __init__(self, message: str, *, rank: int | None = None, **details: Any) -> None:
         super().__init__(message, **details)
         self.rank = rank
+        self.cause = ""
 
 
 class StateError(SaveError):

@@ -51,7 +51,7 @@ class Scenario:
 
 def save(channel: Channel, run: str, step: int, at: Callable[[str], None]) -> bytes:
     """Save one file per rank as a real save does, and return what all ranks are told at the end."""
-    attempt = channel.attempt("save")
+    attempt = channel.attempt("save", step)
     staging = None
     try:
         if channel.rank == 0:
@@ -77,10 +77,11 @@ def save(channel: Channel, run: str, step: int, at: Callable[[str], None]) -> by
         attempt.done(b"committed " + str(step).encode())
         at("told")
         return attempt.outcome()
-    except SaveError as e:
-        raise attempt.fail(e) from e.__cause__
-    except OSError as e:
-        raise attempt.fail(e) from e
+    except (SaveError, OSError) as e:
+        failed = attempt.fail(e)
+        if staging is not None and not isinstance(failed, CommitUncertainError):
+            commit.discard(staging)
+        raise failed from e.__cause__ if isinstance(e, SaveError) else e
 
 
 def load(channel: Channel) -> bytes:

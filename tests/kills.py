@@ -27,6 +27,7 @@ import ckptspec.pytorch.api  # ckptspec's names are lazy: what is loaded here is
 from ckptspec.engine.locate import newest_manifest
 
 SILENCE = 2.5
+PATIENCE = 30.0  # until all have met, on a machine that may be busy: nobody is killed before the first save is over
 FAILED, UNCERTAIN = 7, 8
 
 
@@ -65,12 +66,10 @@ def saving(run: str, rank: int, world: int, first: int, acks: Path) -> int:
     """Save step after step until this rank is killed or told that another was; acknowledge each in a file."""
     for step in range(first, first + 200):
         try:
-            if step % 3 == 2:  # supersede the step before now and then
-                ckptspec.save(run, state(step, rank, world), step=step, silence=SILENCE)
+            ckptspec.save(run, state(step, rank, world), step=step, silence=SILENCE if step > first else PATIENCE)
+            if step % 3 == 2:  # supersede the step just saved now and then
                 acknowledge(acks, rank, step)
                 ckptspec.save(run, state(step, rank, world), step=step, silence=SILENCE, on_existing="supersede")
-            else:
-                ckptspec.save(run, state(step, rank, world), step=step, silence=SILENCE)
         except ckptspec.CommitUncertainError:
             return UNCERTAIN
         except ckptspec.SaveError as e:
@@ -97,10 +96,10 @@ def acknowledge(acks: Path, rank: int, step: int) -> None:
 def checking(run: str, rank: int, world: int, least: int) -> int:
     """Load the newest checkpoint, compare every byte, and save the next step."""
     found = state(0, rank, world, fill=False)
-    result = ckptspec.load(run, into=found, silence=SILENCE)
+    result = ckptspec.load(run, into=found, silence=PATIENCE)
     assert result.step >= least, f"resumed from {result.step}, but {least} was acknowledged"
     assert bytes_of(found) == bytes_of(state(result.step, rank, world)), f"step {result.step} is not what was saved"
-    ckptspec.save(run, state(result.step + 1, rank, world), step=result.step + 1, silence=20)
+    ckptspec.save(run, state(result.step + 1, rank, world), step=result.step + 1, silence=PATIENCE)
     return 0
 
 
@@ -164,6 +163,15 @@ def end(keeper: int | None) -> None:
         os.waitpid(keeper, 0)
 
 
+def until_saved(acks: Path, pids: dict[int, int]) -> None:
+    """Wait until the first save is over: all ranks are in."""
+    until = time.monotonic() + 2 * PATIENCE
+    while not any((acks / str(rank)).exists() for rank in pids):
+        if time.monotonic() > until:
+            raise AssertionError(f"nothing was saved; the ranks ended with {wait(pids, 1)}")
+        time.sleep(0.005)
+
+
 def one_round(run: str, world: int, dice: random.Random, number: int) -> str:
     acks = Path(f"{run}-acks-{number}")
     acks.mkdir()
@@ -171,11 +179,10 @@ def one_round(run: str, world: int, dice: random.Random, number: int) -> str:
     first = newest.step + 1 if newest is not None else 1
     hosted, victim, delay = dice.random() < 0.5, dice.randrange(world), dice.random() * 0.6
     pids, keeper = start(world, hosted, lambda rank: saving(run, rank, world, first, acks))
-    while not any((acks / str(rank)).exists() for rank in range(world)):  # the first save is over: all ranks are in
-        time.sleep(0.005)
+    until_saved(acks, pids)
     time.sleep(delay)
     os.kill(pids[victim], signal.SIGKILL)
-    codes = wait(pids, SILENCE * 3 + 20)
+    codes = wait(pids, SILENCE * 3 + PATIENCE)
     end(keeper)
     assert codes.pop(victim) == -signal.SIGKILL
     assert set(codes.values()) <= {FAILED, UNCERTAIN}, codes

@@ -10,6 +10,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from itertools import repeat
 from pathlib import Path
@@ -156,8 +157,11 @@ class _Channel:
         self.rank, self.world_size = seat.rank, seat.world_size
         self._seat, self._number = seat, number
 
-    def attempt(self, kind: str = "save") -> Attempt:
-        return Attempt(self._seat, self._number, kind)
+    def attempt(self, kind: str = "save", step: int | None = None) -> Attempt:
+        return Attempt(self._seat, self._number, kind, step)
+
+    def turn(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def folder_of(path: Path) -> Path:

@@ -34,6 +34,7 @@ def test_the_quick_start_and_the_commands_after_it_run(tmp_path: Path) -> None:
         "validate run --world-size 3": 1,
         "inspect run": 0,
         "latest run": 0,
+        "diff run/step-00000100 run": 0,
         "rollback run --to 100": 0,
     }
     for line in block("shell").splitlines():

@@ -21,7 +21,7 @@ from ckptspec.format import digest, manifest, schemas, shard
 from ckptspec.format.box import Box
 from ckptspec.format.dtypes import DTYPES
 from ckptspec.format.layout import KINDS
-from ckptspec.format.report import LEVELS, SEVERITIES, Advice, Finding, Report, Verdict
+from ckptspec.format.report import LEVELS, SEVERITIES, Advice, Finding, Names, Range, Report, Verdict
 
 ASSERTING = {
     "type", "const", "enum", "pattern", "required", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum",
@@ -105,8 +105,11 @@ def valid_report() -> dict[str, Any]:
     """Return the document of a report with one of everything."""
     finding = Finding("S-NBYTES", "error", "cut short", Where("a.shard", None, None, 0, (4, 9)), "9", "4", ("f",))
     advice = Advice("f", "S-NBYTES", "fall back", {"step": 3}, ("ckptspec", "latest", "runs"), "1 step")
-    report = Report("run", "shards", (finding,), (advice,), (Verdict("model", "lost", "no copy"),), "fallback", SAVE, 4)
-    return replace(report, manifest_digest=DIGEST, bytes_total=9).document()
+    gone = (Range("model/w", (0, 0), (3, 4), (2, 7)), Range("model/b", (0,), (4,)))
+    verdicts = (Verdict("model", "lost", "no copy", (3, 5), 9, gone), Verdict("rng", "lossless", "it is there"))
+    report = Report("run", "shards", (finding,), (advice,), verdicts, "fallback", SAVE, 4)
+    names = Names({"model/w": "w"}, {})
+    return replace(report, manifest_digest=DIGEST, bytes_total=9, names=names).document()
 
 
 def valid_plan() -> dict[str, Any]:
@@ -117,6 +120,17 @@ def valid_plan() -> dict[str, Any]:
         "source": {"save_id": SAVE, "step": 4, "manifest_digest": DIGEST},
         "world_size": 2,
         "transfers": [{"tensor": "model/w", "shard": 0, "rank": 1, "offsets": [0, 0], "sizes": [1, 2]}],
+    }
+
+
+def valid_signature() -> dict[str, Any]:
+    """Return a schema-valid signature with every member."""
+    tensors = {"model/w": {"dtype": "bfloat16", "shape": [6, 4]}, "rng": {"dtype": "uint8", "shape": None}}
+    return {
+        "format": "ckptspec-signature",
+        "schema_version": "1.0",
+        "tensors": tensors,
+        "objects": {"lr": "same", "rng/python": "rank"},
     }
 
 
@@ -142,6 +156,7 @@ VALID = {
     "target": valid_target(),
     "report": valid_report(),
     "plan": valid_plan(),
+    "signature": valid_signature(),
     "shard-header": valid_header(),
     "shard-index": valid_index(),
 }
@@ -168,7 +183,7 @@ def asserts(part: dict[str, Any]) -> bool:
     return closed or not ASSERTING.isdisjoint(part)
 
 
-def test_there_are_six_schemas_and_each_has_a_valid_document() -> None:
+def test_there_are_seven_schemas_and_each_has_a_valid_document() -> None:
     assert schemas.names() == tuple(sorted(VALID))
     for name, document in VALID.items():
         assert [str(f) for f in schemas.check(name, document)] == []
@@ -347,6 +362,8 @@ def places(document: Any, pointer: str = "") -> Iterator[tuple[str, Any]]:
 OPTIONAL = {
     "manifest": {"parent", "wall_clock_seconds", "annotations", "ranks", "blocks", "of", "torch"},
     "target": {"meshes", "layouts", "tensors", "objects", "flat_groups", "aliases", "ranks", "blocks", "of"},
+    "signature": {"schema_version", "objects"},
+    "report": {"bytes_read", "peak_memory", "gone", "names"},
 }
 FREE = ("/annotations", "/params", "/meshes/", "/layouts/", "/tensors/", "/objects/", "/aliases/", "/omitted/", "/at/")
 
@@ -357,7 +374,7 @@ def test_every_field_that_is_not_optional_is_missed(name: str) -> None:
     for pointer, _ in places(VALID[name]):
         parent, _, field = pointer.rpartition("/")
         listed = isinstance(at(VALID[name], parent), list) or parent.endswith(("/objects", "/tensors", "/blocks"))
-        table = parent in ("/meshes", "/layouts", "/aliases", "/omitted", "/flat_groups", "/tensors")
+        table = parent in ("/meshes", "/layouts", "/aliases", "/omitted", "/flat_groups", "/tensors", "/names/renamed")
         if listed or table or field in OPTIONAL.get(name, set()) or any(x in parent + "/" for x in FREE[:2]):
             continue
         if parent.endswith(("/at", "/producer")) and field not in ("name", "version"):
@@ -543,7 +560,7 @@ def test_a_field_without_a_name_is_pointed_at_as_well_as_can_be() -> None:
 def test_an_unknown_schema_is_refused_by_name() -> None:
     with pytest.raises(FormatError, match="no such schema") as caught:
         schemas.load("nothing")
-    assert caught.value.expected == "one of manifest, plan, report, shard-header, shard-index, target"
+    assert caught.value.expected == "one of manifest, plan, report, shard-header, shard-index, signature, target"
 
 
 def test_rules_are_read_without_the_validator_library() -> None:

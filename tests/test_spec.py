@@ -195,6 +195,7 @@ def test_every_block_of_json_says_what_it_is() -> None:
     assert {(kind, name) for kind, name, _ in EXAMPLES} == {
         ("schema", "manifest"),
         ("schema", "target"),
+        ("schema", "signature"),
         ("schema", "report"),
         ("schema", "plan"),
         ("example", "boxes"),
@@ -208,7 +209,7 @@ def test_every_block_of_json_says_what_it_is() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["manifest", "target", "report", "plan"])
+@pytest.mark.parametrize("name", ["manifest", "target", "signature", "report", "plan"])
 def test_a_shown_document_obeys_its_schema(name: str) -> None:
     for document in shown("schema", name):
         assert [str(f) for f in schemas.check(name, document)] == []

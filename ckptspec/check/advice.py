@@ -6,17 +6,25 @@ No text from inside a checkpoint enters a command: argv holds paths the caller g
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from ckptspec.check.paths import beside, listed
+from ckptspec.check.paths import word as word
+from ckptspec.check.verdicts import Loss
 from ckptspec.format import schemas
 from ckptspec.format.names import shard_path
 from ckptspec.format.report import Advice, Cost, Finding
 
 PUT_BACK = {"S-MISSING", "S-NBYTES", "S-FILE", "S-SAVE", "S-TRAILER", "S-INDEX", "S-HEADER", "S-STATE", "S-FRAME"}
 PUT_BACK |= {"B-DIGEST", "B-READ", "L-SIZE", "L-UTF8", "L-JSON", "L-TAIL", "L-DIGEST", "C-MANIFEST"}
+MENDED = {"S-MISSING", "S-NBYTES", "S-FILE", "S-SAVE", "S-TRAILER", "S-INDEX", "S-HEADER", "S-STATE", "S-CODEC"}
+MENDED |= {"S-FRAME", "B-DIGEST", "B-READ"}  # what a shard can have that another copy makes good
 PASSED_OVER = "newer"  # the advice of a finding about another, newer checkpoint of the run
-ON_TARGET = ("R-WORLD", "R-LAYOUT", "R-NAME", "R-DTYPE", "R-SHAPE", "R-TARGET")
+ON_TARGET = ("R-WORLD", "R-LAYOUT", "R-NAME", "R-DTYPE", "R-SHAPE", "R-TARGET", "X-MAP", "Q-ALIAS")
+MOVES = ("R-WORLD", "R-LAYOUT")
+MAP = "map.json"
+MEMORY = 1 << 30  # bytes that reshard works in, unless told otherwise
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,10 @@ class OtherStep:
 class Situation:
     """What advice needs beside the findings: paths as the caller wrote them, and what is known of the checkpoint.
 
-    `good` are the run's other good checkpoints, newest first; `newer` is one that was passed over as bad.
+    `good` are the run's other good checkpoints, newest first; `newer` is one that was passed over as bad. `loss`
+    tells what cannot be read, `private` what each rank stores of its own. `prepared` is advice by the code of the
+    finding it is for, `words` are the options that name target or signature again, `target` those of the target alone,
+    and `proposed` counts the pairs of names that a map could have.
     """
 
     path: str
@@ -43,11 +54,12 @@ class Situation:
     wall_clock_seconds: int | None = None
     good: tuple[OtherStep, ...] = ()
     newer: str | None = None
-
-
-def word(path: str) -> str:
-    """Return a path as a word of a command that no program takes for an option."""
-    return f"./{path}" if path.startswith("-") else path
+    loss: Loss | None = None
+    private: tuple[str, ...] = ()
+    prepared: Mapping[str, tuple[Advice, ...]] = field(default_factory=dict)
+    words: tuple[str, ...] = ()
+    target: tuple[str, ...] = ()
+    proposed: int = 0
 
 
 def restore(s: Situation, code: str) -> Advice:
@@ -84,7 +96,7 @@ def fall_back(s: Situation, code: str) -> Advice | None:
     seconds = None
     if s.wall_clock_seconds is not None and best.wall_clock_seconds is not None:
         seconds = max(0, s.wall_clock_seconds - best.wall_clock_seconds)
-    time = "" if seconds is None else f", {seconds:,} seconds of work"
+    time = "" if seconds is None else f", {_time(seconds)} of work"
     loses = f"{steps:,} steps{time}" if steps else "what was trained since step " + str(best.step)
     cost = Cost(bytes_read=best.nbytes, steps_lost=steps, seconds_lost=seconds)
     argv = ("ckptspec", "validate", word(best.path), "--level", "bytes")
@@ -92,10 +104,41 @@ def fall_back(s: Situation, code: str) -> Advice | None:
     return Advice("fallback", code, text, {"step": best.step}, argv, loses, cost)
 
 
+def _time(seconds: int) -> str:
+    return f"{seconds} seconds" if seconds < 300 else f"{round(seconds / 60):,} minutes"
+
+
 def look_at_newer(s: Situation, code: str) -> Advice:
     """Return the advice to look at the newer checkpoint that was passed over."""
     path = word(s.newer or s.path)
     return Advice(PASSED_OVER, code, "see what is wrong with the newer checkpoint", argv=("ckptspec", "validate", path))
+
+
+def mend(s: Situation, loss: Loss, code: str) -> Iterator[Advice]:
+    """Yield the advice for damage of which another copy is stored: write the checkpoint whole again, or load it as is.
+
+    A run passes over a folder with a bad shard [Q-COMMITTED], so the whole one comes first.
+    """
+    lost = f"what was private to rank {', '.join(map(str, loss.ranks[:8]))}: {listed(s.private)}"
+    loses = lost if loss.private else "nothing"
+    words = s.target or ("--world-size", str(s.world_size or 1))
+    out = beside(s.run or s.path, "repaired")
+    argv = ("ckptspec", "reshard", word(s.path), word(out), *words)
+    nbytes = sum(loss.sizes.values())
+    text = "every byte that ranks share has another copy: write the checkpoint whole again, every byte verified"
+    yield Advice("repair", code, text, {"bytes": sum(loss.recoverable.values())}, argv, loses, Cost(nbytes, MEMORY))
+    text = "or load this folder by its path: load reads the other copies by itself, and says so"
+    yield Advice("recover", code, text, {}, (), loses, Cost(nbytes))
+
+
+def by_map(s: Situation, code: str) -> Advice:
+    """Return the advice to let the names that seem to be the same be written as a map, and to load with that."""
+    argv = ("ckptspec", "validate", word(s.path), *s.words, "--write-map", MAP)
+    names = "1 name" if s.proposed == 1 else f"{s.proposed:,} names"
+    text = (
+        f"let {names} of one dtype and shape be written to {MAP}, read it, and load with names= or reshard with --map"
+    )
+    return Advice("map", code, text, {"names": s.proposed}, argv if s.words else ())
 
 
 def by_rule(s: Situation, code: str) -> Advice:
@@ -114,33 +157,53 @@ def _for(finding: Finding, s: Situation) -> Iterator[Advice]:
     """Yield the advice for one finding."""
     if PASSED_OVER in finding.advice:
         yield look_at_newer(s, finding.code)
-    elif finding.code == "R-WORLD":
-        yield same_world(s)
+    elif finding.code in MOVES:
+        yield from _move(finding, s)
+    elif finding.code == "R-TARGET" and finding.code in s.prepared:
+        yield from s.prepared[finding.code]
+    elif finding.code == "R-NAME" and finding.severity == "error" and s.proposed:
+        yield by_map(s, finding.code)
+        yield by_rule(s, finding.code)
     elif _appended(finding):
         yield cut_tail(s, finding)
     elif finding.code in PUT_BACK:
         yield restore(s, finding.code)
     else:
         yield by_rule(s, finding.code)
+    if finding.severity == "error" and finding.code in MENDED and s.loss is not None and s.loss.mended:
+        yield from mend(s, s.loss, finding.code)
     if finding.severity == "error" and finding.code not in ON_TARGET:
         fallback = fall_back(s, finding.code)
         if fallback is not None:
             yield fallback
 
 
+def _move(finding: Finding, s: Situation) -> Iterator[Advice]:
+    """Yield the advice for another world size or layout: where it may reshard that comes first, else what was saved."""
+    saved = [same_world(s)] if finding.code == "R-WORLD" else []
+    if finding.severity == "error":
+        yield from saved or [by_rule(s, finding.code)]
+    yield from s.prepared.get(finding.code, ())
+    if finding.severity != "error":
+        yield from saved
+
+
 def _rank(advice: Advice) -> tuple[int, int]:
-    """Return the order of advice: what loses least first, of those a repair in place first and general words last."""
-    return advice.cost.steps_lost, 0 if advice.id.startswith("cut") else 2 if advice.id.startswith("rule-") else 1
+    """Return the order of advice: what loses least first, of those a repair first and general words last."""
+    first = advice.id.startswith("cut") or advice.id == "repair"
+    return advice.cost.steps_lost, 0 if first else 2 if advice.id.startswith("rule-") else 1
 
 
-def decide(findings: Iterable[Finding], advice: Sequence[Advice]) -> str:
-    """Return load, repair, fallback or stop: what a launcher should do without asking anybody."""
+def decide(findings: Sequence[Finding], advice: Sequence[Advice], loss: Loss | None = None) -> str:
+    """Return load, reshard, repair, fallback or stop: what a launcher should do without asking anybody."""
     errors = [f for f in findings if f.severity == "error"]
     if not errors:
-        return "load"
+        return "reshard" if any(f.code in MOVES for f in findings) else "load"
     if all(f.code in ON_TARGET for f in errors):
         return "stop"
     if all(_appended(f) for f in errors) and all(a.argv for a in advice if a.id.startswith("cut")):
+        return "repair"
+    if loss is not None and loss.mended and all(f.code in MENDED for f in errors):
         return "repair"
     return "fallback" if any(a.id == "fallback" for a in advice) else "stop"
 
@@ -168,4 +231,4 @@ def advise(findings: Sequence[Finding], situation: Situation) -> Counsel:
                 ids.append(advice.id)
         named.append(finding.advised(*ids))
     ranked = tuple(sorted(known.values(), key=_rank))
-    return Counsel(tuple(named), ranked, decide(findings, ranked))
+    return Counsel(tuple(named), ranked, decide(findings, ranked, situation.loss))

@@ -64,7 +64,7 @@ class Rules(Generic[Subject]):
         """The ids of the rules, in the order they run."""
         return tuple(self._rules)
 
-    def run(self, subject: Subject) -> Iterator[Finding]:
+    def run(self, subject: Subject, limit: int = LIMIT) -> Iterator[Finding]:
         """Yield what every rule finds, capped rule by rule."""
         for function in self._rules.values():
-            yield from capped(function(subject))
+            yield from capped(function(subject), limit)

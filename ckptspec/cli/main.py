@@ -12,8 +12,11 @@ from ckptspec.errors import CkptspecError
 
 COMMANDS = {
     "demo": ("demo", "Train a small ZeRO job on 4 ranks, kill it mid-save, resume byte-equal."),
+    "diff": ("difference", "Say what the state in two checkpoints differs in, whatever their layouts."),
     "inspect": ("inspection", "Show what is inside a checkpoint: tensors, layouts, ranks, sizes."),
     "latest": ("newest", "Print the newest good checkpoint of a run."),
+    "plan": ("planning", "Say what it takes to load a checkpoint on other ranks or layouts."),
+    "reshard": ("resharding", "Write a checkpoint anew for other ranks or layouts."),
     "rollback": ("back", "Set newer checkpoints aside, so that a run resumes from an older step."),
     "schema": ("schema", "Print a schema of the standard."),
     "validate": ("validation", "Say whether a checkpoint is good, and what to do if not."),

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from ckptspec.cli.output import plain_path
-from ckptspec.format.report import Advice, Finding, Report
+from ckptspec.format.report import Advice, Finding, Names, Report, Verdict
+
+SHOWN = 20  # renamed names that are written out; JSON has them all
 
 
 def report_document(report: Report) -> dict[str, Any]:
@@ -30,8 +32,28 @@ def report_lines(report: Report) -> Iterator[str]:
     for advice in report.advice:
         yield from advice_lines(advice)
     for verdict in report.verdicts:
-        yield f"{verdict.verdict}: {verdict.part}: {verdict.reason}"
+        yield verdict_line(verdict)
+    if report.names is not None:
+        yield from _renamed(report.names)
     yield summary(report)
+
+
+def _renamed(names: Names) -> Iterator[str]:
+    """Yield which names an explicit map led to others."""
+    for i, (wanted, stored) in enumerate(names.renamed.items()):
+        if i == SHOWN:
+            yield f"renamed: and {len(names.renamed) - SHOWN} more by the map"
+            return
+        yield f"renamed: {wanted!r} is {stored!r} in the checkpoint, by the map"
+
+
+def verdict_line(verdict: Verdict) -> str:
+    """Return what becomes of a part, why, and what each rank reads for it."""
+    line = f"{verdict.verdict}: {verdict.part}: {verdict.reason}"
+    if verdict.bytes_read is not None:
+        least, most = map(size, verdict.bytes_read)
+        line += f"; each rank reads {least}" if least == most else f"; a rank reads {least} to {most}"
+    return line if verdict.peak_memory is None else f"{line}, peak memory {size(verdict.peak_memory)}"
 
 
 def finding_line(finding: Finding) -> str:
@@ -55,9 +77,18 @@ def summary(report: Report) -> str:
     looked = f"{report.bytes_hashed:,} of {report.bytes_total:,} bytes verified"
     if report.ok:
         end = "ok" if not warnings else f"ok with {count(warnings, 'warning')}"
+        end += f"; decision: {report.decision}" if report.decision != "load" else ""
         return f"{report.path}:{known} {looked}, level {report.level}: {end}"
     also = f" and {count(warnings, 'warning')}" if warnings else ""
     return f"{report.path}:{known} {count(errors, 'error')}{also} at level {report.level}; decision: {report.decision}"
+
+
+def size(nbytes: int) -> str:
+    """Return bytes as people read them, exact below 10 KB."""
+    if nbytes < 10_000:
+        return f"{nbytes} B"
+    power = min(5, (len(str(nbytes)) - 1) // 3)
+    return f"{nbytes / 1000**power:.4g} {('kB', 'MB', 'GB', 'TB', 'PB')[power - 1]}"
 
 
 def count(n: int, word: str) -> str:

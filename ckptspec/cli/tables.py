@@ -15,6 +15,7 @@ from rich.text import Text
 
 from ckptspec.cli.output import clean
 from ckptspec.cli.render import count
+from ckptspec.cli.render import size as size
 from ckptspec.format.dtypes import DTYPES
 from ckptspec.format.layout import BoxesLayout, FlatLayout, Layout, Mesh, MeshLayout, RankMap
 from ckptspec.format.manifest import Manifest, TensorEntry
@@ -24,14 +25,6 @@ WIDE = 400  # columns where nobody's terminal sets a limit
 LONG = 96  # characters of one cell
 
 Row = Sequence[str]
-
-
-def size(nbytes: int) -> str:
-    """Return bytes as people read them, exact below 10 KB."""
-    if nbytes < 10_000:
-        return f"{nbytes} B"
-    power = min(5, (len(str(nbytes)) - 1) // 3)
-    return f"{nbytes / 1000**power:.4g} {('kB', 'MB', 'GB', 'TB', 'PB')[power - 1]}"
 
 
 def _table(title: str, columns: Sequence[str], rows: Iterable[Row], right: Sequence[int] = ()) -> Table:

@@ -2,58 +2,59 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import click
 
-from ckptspec.cli.output import say, say_json
-from ckptspec.cli.render import report_document, report_lines
-from ckptspec.engine.verify import CHOICES, resized_target, validate
-from ckptspec.errors import CkptspecError, PlanError
-from ckptspec.format import target as targets
+from ckptspec.cli import targets
+from ckptspec.cli.output import say, say_json, tell
+from ckptspec.cli.render import count, report_document, report_lines
+from ckptspec.engine.verify import CHOICES, validate
+from ckptspec.errors import CkptspecError
+from ckptspec.format import signature as signatures
+from ckptspec.format.manifest import Manifest
 from ckptspec.format.report import Finding, Report
+from ckptspec.format.signature import Signature
 from ckptspec.format.target import Target
+from ckptspec.plan import renames
+from ckptspec.plan.renames import Renames
 
-WORLD_LIMIT = 1 << 24
 _DIGEST = re.compile(r"(sha256:)?[0-9a-fA-F]{64}\Z")
-_AXIS = re.compile(r"([A-Za-z0-9_][A-Za-z0-9._:/+-]*)=([0-9]{1,8})\Z")
+_MOST = 1 << 40
+_file = click.Path(readable=False)
+_number = click.IntRange(1, _MOST)
 
 
 @click.command("validate")
-@click.argument("path", type=click.Path(readable=False))
+@click.argument("path", type=_file)
 @click.option("--level", type=click.Choice(CHOICES), default="shards", show_default=True, help="How deep to look.")
+@targets.options()
+@click.option("--signature", type=_file, metavar="FILE", help="Would it load into a model of this signature?")
 @click.option(
-    "--target", "file", type=click.Path(readable=False), metavar="FILE", help="Would it load on this target document?"
+    "--map", "mapping", type=_file, metavar="FILE", help='{"wanted name": "name in the checkpoint"}, as JSON.'
 )
-@click.option("--world-size", type=click.IntRange(1, WORLD_LIMIT), metavar="N", help="Would it load on N ranks?")
-@click.option("--mesh", metavar="AXIS=N,..", help="Would it load with its own axes at these sizes?")
+@click.option("--write-map", type=_file, metavar="FILE", help="Write the map that the names seem to need.")
+@click.option("--micro-batch", type=_number, metavar="B", help="Samples a rank took at a time, to keep the batch.")
+@click.option("--accumulation", type=_number, metavar="A", help="And how many times a step (default 1).")
 @click.option("--exact", is_flag=True, help="Any difference of world size or layout is an error.")
 @click.option("--expect-digest", metavar="DIGEST", help="The manifest's digest that was pinned.")
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
-def command(
-    path: str,
-    level: str,
-    file: str | None,
-    world_size: int | None,
-    mesh: str | None,
-    exact: bool,
-    expect_digest: str | None,
-    form: str,
-) -> int:
+def command(path: str, form: str, **options: Any) -> int:
     """Say whether the checkpoint at PATH is good: its folder, its manifest.json, or a run (then its newest good one).
 
     Levels are gates: schema, manifest, shards (every header, index, trailer and state) and bytes (every byte).
     """
-    if sum(option is not None for option in (file, world_size, mesh)) > 1:
-        raise click.UsageError("give one of --target, --world-size and --mesh")
-    if expect_digest is not None and not _DIGEST.match(expect_digest):
-        raise click.BadParameter("64 hex digits, with or without sha256: before them", param_hint="--expect-digest")
+    asked = _asked(**options)
     try:
-        target = _target(path, file, world_size, mesh)
-    except CkptspecError as e:
-        report = Report(path, "lexical", (Finding.of_error(e, file=file),), decision="stop")
-    else:
-        report = validate(path, target=target, level=level, exact=exact, expect_digest=expect_digest)
+        report = validate(path, **asked.arguments())
+    except CkptspecError as e:  # of a file that was given beside the checkpoint
+        report = Report(path, "lexical", (Finding.of_error(e),), decision="stop")
+    if asked.write_map is not None:
+        _write_map(asked.write_map, report)
     if form == "json":
         say_json(report_document(report))
     else:
@@ -61,26 +62,85 @@ def command(
     return report.exit_code
 
 
-def _target(path: str, file: str | None, world_size: int | None, mesh: str | None) -> Target | None:
-    if world_size is not None:
-        return Target(world_size)
-    if mesh is not None:
-        try:
-            return resized_target(path, _sizes(mesh))
-        except PlanError as e:
-            expected = f", expected {e.expected}" if e.expected else ""
-            raise click.BadParameter(f"{e.message}: {e.found}{expected}", param_hint="--mesh") from None
-    if file is None:
-        return None
+@dataclass(frozen=True)
+class _Asked:
+    """What the options said, their files not yet read."""
+
+    wanted: targets.Wanted
+    level: str
+    exact: bool
+    expect_digest: str | None
+    signature: str | None
+    mapping: str | None
+    write_map: str | None
+    micro_batch: int | None
+    accumulation: int | None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `validate`; raises PlanError for a file that is not what it should be, OSError."""
+        return {
+            "target": _target(self.wanted),
+            "level": self.level,
+            "exact": self.exact,
+            "expect_digest": self.expect_digest,
+            "names": None if self.mapping is None else read_map(self.mapping),
+            "signature": None if self.signature is None else _signature(self.signature),
+            "micro_batch": self.micro_batch,
+            "accumulation": self.accumulation,
+            "words": tuple(self.words()),
+        }
+
+    def words(self) -> Iterator[str]:
+        """Yield the options that say target, signature and map again."""
+        yield from words(self.wanted)
+        if self.signature is not None:
+            yield from ("--signature", self.signature)
+        if self.mapping is not None:
+            yield from ("--map", self.mapping)
+
+
+def _asked(file: str | None, world_size: int | None, mesh: str | None, accumulation: int | None, **rest: Any) -> _Asked:
+    digest, signature = rest["expect_digest"], rest["signature"]
+    if digest is not None and not _DIGEST.match(digest):
+        raise click.BadParameter("64 hex digits, with or without sha256: before them", param_hint="--expect-digest")
+    if rest["write_map"] is not None and signature is None and file is None:
+        raise click.UsageError("--write-map compares names: give --signature or --target")
+    return _Asked(targets.wanted(file, world_size, mesh), accumulation=accumulation, **rest)
+
+
+def words(wanted: targets.Wanted) -> Iterator[str]:
+    """Yield the options that say again what is wanted."""
+    if wanted.file is not None:
+        yield from ("--target", wanted.file)
+    elif wanted.world_size is not None:
+        yield from ("--world-size", str(wanted.world_size))
+    elif wanted.sizes is not None:
+        yield from ("--mesh", ",".join(f"{axis}={n}" for axis, n in wanted.sizes.items()))
+
+
+def _target(wanted: targets.Wanted) -> Target | Callable[[Manifest], Target | None] | None:
+    """Return the target, or for sizes of axes what makes it of a manifest."""
+    if wanted.sizes is not None:
+        return wanted.target
+    if wanted.world_size is not None:
+        return Target(wanted.world_size)
+    return None if wanted.file is None else targets.read_target(wanted.file)
+
+
+def _signature(file: str) -> Signature:
     with open(file, "rb") as f:
-        return targets.parse(f.read(targets.SIZE_LIMIT + 1), file=file)
+        return signatures.parse(f.read(signatures.SIZE_LIMIT + 1), file=file)
 
 
-def _sizes(text: str) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        match = _AXIS.match(part.strip())
-        if match is None or match[1] in sizes or not 1 <= int(match[2]) <= WORLD_LIMIT:
-            raise click.BadParameter(f"{text!r} is not AXIS=N,AXIS=N with each axis once", param_hint="--mesh")
-        sizes[match[1]] = int(match[2])
-    return sizes
+def read_map(file: str) -> Renames:
+    """Return the map of names in a file; raises PlanError [X-MAP], OSError."""
+    with open(file, "rb") as f:
+        return renames.parse(f.read(renames.SIZE_LIMIT + 1), file=file)
+
+
+def _write_map(file: str, report: Report) -> None:
+    """Write the names that a map leads to others, and those it should, as a map of its own; say so."""
+    names = {} if report.names is None else {**report.names.renamed, **report.names.proposed}
+    with open(file, "w", encoding="utf-8") as f:
+        f.write(json.dumps(names, indent=1) + "\n")
+    tell(f"{file}: {count(len(names), 'name')} written; read them before you load with them")

@@ -36,9 +36,10 @@ class Stage(Enum):
 class Failure:
     """Why an attempt cannot go on, as every rank tells it: whose fault, which error, which place.
 
-    `kind` is error (a rank raised), silent (no sign of life), or store (the store is lost). `certain` says, of the
-    coordinator's own error after its "commit" won, that it saw nothing become visible. `details` are texts and numbers
-    that build the same error on another rank.
+    `kind` is error (a rank raised), silent (no sign of life), mixed (one saves, another loads), or store (the store is
+    lost). `certain` says, of the coordinator's own error after its "commit" won, that it saw nothing become visible.
+    `details` are texts and numbers that build the same error on another rank. `step` is that of the save, if it was
+    one, in which this was found.
     """
 
     message: str
@@ -46,6 +47,7 @@ class Failure:
     kind: str = "error"
     certain: bool = False
     details: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}), hash=False)
+    step: int | None = None
 
 
 @dataclass(frozen=True)

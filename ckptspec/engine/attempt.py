@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from ckptspec.engine import agreement, verdict
+from ckptspec.engine import agreement, pairing, verdict
 from ckptspec.engine.agreement import Event, Failure, Stage
 from ckptspec.engine.line import Heart, StoreLostError
-from ckptspec.engine.opening import FULL_LOOK, ROOT, beat_key, pauses
+from ckptspec.engine.opening import FULL_LOOK, ROOT, Budget, beat_key, pauses
+from ckptspec.engine.pairing import DOUBT_PART, Fit
 from ckptspec.engine.pulse import Beat
 from ckptspec.engine.seat import Seat
 from ckptspec.engine.store import Roll, Store
@@ -35,13 +37,18 @@ class Attempt:
     """One rank's part in one save or load: every waiting call ends when any rank failed or fell silent.
 
     All calls raise SaveError, the same on every rank, once the attempt failed; CommitUncertainError where nobody here
-    can know. Phases are names that the callers agree on.
+    can know. Phases are names that the callers agree on. `step` is what a save is of; `passed` is the failure of an
+    attempt before, which was over when this rank came to it.
     """
 
-    def __init__(self, seat: Seat, number: int, kind: str) -> None:
+    def __init__(
+        self, seat: Seat, number: int, kind: str, step: int | None = None, passed: Failure | None = None
+    ) -> None:
         self._seat = seat
         self._number = number
         self._kind = kind
+        self._step = step if type(step) is int else None  # what is no step fails later, on every rank
+        self._passed = passed
         self._prefix = f"{ROOT}/{seat.incarnation}/{number}"
         self._state = agreement.State(seat.rank)
         self._watch = Watch(seat, number, kind)
@@ -65,12 +72,35 @@ class Attempt:
 
     def _beat(self, store: Store) -> None:
         """In the line's thread: show life, and hear early of a failure elsewhere."""
-        beat = Beat(self._number, self._kind, self._seat.next_beat(), self._moved)
+        beat = Beat(self._number, self._kind, self._seat.next_beat(), self._moved, self._step)
         store.set(beat_key(self._seat.incarnation, self._seat.rank), beat.encode())
         found = _value(store, self._key("decision"))
         heard = verdict.decode_verdict(found) if found is not None else None
         if isinstance(heard, Failure):
             self._heard = heard
+
+    def passed(self) -> Failure | None:
+        """Return the failure of an attempt that was over before this rank came and is not its own, else None.
+
+        To be asked first. One that is over and its own fails in the next call.
+        """
+        found = self._heard
+        if found is None:
+            return None
+        fits = self._fit(found)
+        self._apply(agreement.Decided(found))
+        return found if fits is Fit.PASSED else None
+
+    def _fit(self, found: Failure) -> Fit:
+        """Return what this attempt is to this rank, watching the others for a while where that is in doubt."""
+        fits = pairing.fit(found, self._step, self._number)
+        budget = Budget(self._seat.silence / DOUBT_PART)
+        for pause in pauses(self._seat.world_size, self._seat.silence):
+            if fits is not Fit.DOUBT or budget.over:
+                break
+            budget.sleep(pause)
+            fits = pairing.fit(found, self._step, self._number, self._ask(self._watch.seen))
+        return fits
 
     # ---- what is said ------------------------------------------------------------------------------------------------
 
@@ -205,6 +235,8 @@ class Attempt:
             self._leave()
 
     def _compete(self, brought: agreement.Verdict) -> None:
+        if isinstance(brought, Failure):
+            brought = replace(brought, step=self._step)
         key, data = self._key("decision"), verdict.encode_verdict(brought)
         try:
             stands = self._seat.line.call(lambda s: s.compare_set(key, "", data), self._seat.silence)
@@ -298,8 +330,15 @@ class Attempt:
                 found = self._ask(look)  # it may have come between the two looks
                 if found is not None:
                     return found
-                self._apply(event)
+                self._apply(self._explained(event))
             self._raise_if_over()
             time.sleep(pause)
             self._moved += 1  # waiting for another is no standstill of one's own
         raise AssertionError("there is always another pause")
+
+    def _explained(self, event: Event) -> Event:
+        """Let this rank's verdict on a silent one tell that it came too late to an attempt before, if it did."""
+        if self._passed is None or not isinstance(event, agreement.Silent):
+            return event
+        late = f"; rank {self._seat.rank} found number {self._number - 1} over when it came: {self._passed.message}"
+        return agreement.Silent(replace(event.failure, message=event.failure.message + late))

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import atexit
+import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
 from multiprocessing.util import Finalize
 
+from ckptspec.engine.agreement import Failure
 from ckptspec.engine.attempt import Attempt
 from ckptspec.engine.line import Line, StoreLostError
+from ckptspec.engine.notes import Notes
 from ckptspec.engine.opening import Opening, pauses
 from ckptspec.engine.seat import Seat
 from ckptspec.engine.store import LocalStore, Store
+from ckptspec.errors import SaveError
 
 __all__ = ["Attempt", "Channel", "LocalStore", "Store"]
 
@@ -46,6 +53,9 @@ class Channel:
         self._stop = weakref.finalize(self, line.stop)
         self._seat = Seat(line, rank, world_size, silence, host)
         self._number = 0
+        self._silence = silence
+        self._turn = threading.Lock()
+        self._holder: int | None = None
         try:
             self._seat.incarnation = Opening(line, rank, world_size, silence if opening is None else opening).run()
         except BaseException:
@@ -54,6 +64,11 @@ class Channel:
         atexit.register(_at_exit, weakref.ref(self))
         # Children of multiprocessing end without atexit; they run these instead.
         Finalize(None, _at_exit, (weakref.ref(self),), exitpriority=0)
+
+    @cached_property
+    def notes(self) -> Notes:
+        """What rank 0 tells all ranks between attempts."""
+        return Notes(self._seat)
 
     @property
     def rank(self) -> int:
@@ -68,16 +83,49 @@ class Channel:
     @property
     def silence(self) -> float:
         """Seconds without a sign of life after which a rank counts as dead."""
-        return self._seat.silence
+        return self._silence
 
     @silence.setter
     def silence(self, seconds: float) -> None:
-        self._seat.silence = seconds
+        self._silence = seconds  # from the next attempt on: another thread may be in one
 
-    def attempt(self, kind: str = "save") -> Attempt:
-        """Begin the next save or load; every rank calls this the same number of times, in the same order."""
-        self._number += 1
-        return Attempt(self._seat, self._number, kind)
+    def attempt(self, kind: str = "save", step: int | None = None) -> Attempt:
+        """Begin the next save (of `step`) or load, in the same order on every rank.
+
+        A rank that left one out is told of no old failure: it goes on to the attempt that the others are in [P-AGREE].
+        """
+        self._seat.silence = self._silence
+        passed: Failure | None = None
+        try:
+            while True:
+                self._number += 1
+                attempt = Attempt(self._seat, self._number, kind, step, passed)
+                passed = attempt.passed()
+                if passed is None:
+                    return attempt
+        except BaseException:
+            self._seat.line.live(None)  # an interrupt: no heart may beat for an attempt that nobody is in
+            raise
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Hold this while a save or load is under way: another thread waits for its end, which the deadline bounds.
+
+        Raises SaveError [P-AGREE] for a call from inside another one, which would wait for itself.
+        """
+        me = threading.get_ident()
+        if self._holder == me:
+            raise SaveError(
+                "a save or load was called from inside another one, on the same thread",
+                rule="P-AGREE",
+                advice="an object's state_dict and load_state_dict must not save or load checkpoints themselves",
+            )
+        with self._turn:
+            self._holder = me
+            try:
+                yield
+            finally:
+                self._holder = None
 
     def close(self) -> None:
         """End the channel; rank 0 first waits, for a while, until every rank has read how the last attempt ended."""

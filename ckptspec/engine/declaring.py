@@ -7,7 +7,7 @@ of its own tensors alone: what is sent grows with the tensors and the ranks.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -22,10 +22,15 @@ from ckptspec.format.merging import Group, Merger
 from ckptspec.format.settling import Settled, answer_of, settle
 
 Terms = Sequence[Any]  # what all ranks must ask for alike: step, copies and so on
+Judge = Callable[[Declaration, int], None]
 
 
 def _pack(value: Any) -> bytes:
     return bytes(msgpack.packb(value))
+
+
+def _unjudged(declared: Declaration, private: int) -> None:
+    """Let everything pass."""
 
 
 def _key(digest: str, boxes: bytes) -> str:
@@ -33,15 +38,19 @@ def _key(digest: str, boxes: bytes) -> str:
 
 
 class Declaring:
-    """One rank's part in the round; `whole` refuses a rank that only lacks tensors of another."""
+    """One rank's part in the round; `whole` refuses a rank that only lacks tensors of another.
 
-    def __init__(self, attempt: Attempt, rank: int, world: int, *, whole: bool) -> None:
+    On the coordinator `judge` sees what all declare, and the bytes that they hold beyond it, before anybody is told.
+    """
+
+    def __init__(self, attempt: Attempt, rank: int, world: int, *, whole: bool, judge: Judge = _unjudged) -> None:
         self._attempt = attempt
         self._rank, self._world = rank, world
         self._whole = whole
+        self._judge = judge
 
-    def run(self, snapshot: Snapshot, terms: Terms) -> Settled:
-        """Return what all ranks declare together, as far as this rank needs it.
+    def run(self, snapshot: Snapshot, terms: Terms, private: int = 0) -> Settled:
+        """Return what all ranks declare together, as far as this rank needs it; `private` bytes are this rank's alone.
 
         Raises SaveError [P-DECLARE] where ranks ask for different saves or declare what does not fit together.
         """
@@ -49,29 +58,27 @@ class Declaring:
         body = declaration.body(own, self._rank)
         ties = sorted(snapshot.ties.items())
         if self._world == 1:
-            group = Group(body.digest, body.digests, (0,), {0: body.boxes})
-            return (
-                self._merge(own, [group], dict(zip(body.digests, body.pieces, strict=True)))
-                if body.boxes
-                else Settled(own)
-            )
+            if body.boxes:
+                return self._alone(own, body, private)
+            self._judge(own, private)
+            return Settled(own)
         first = self._attempt.body(body.digest, b"")
         boxes_data = _pack(declaration.pack_boxes(body.boxes))
         listing = b"".join(body.digests) if first else b""
-        self._attempt.post("declare", _pack([body.digest, listing, boxes_data, snapshot.tied, [*terms, ties]]))
+        self._attempt.post("declare", _pack([body.digest, listing, boxes_data, snapshot.tied, private, [*terms, ties]]))
         if self._rank == 0:
             posts = [msgpack.unpackb(payload) for payload in self._attempt.collect("declare")]
             self._compare(posts)
             _check_ties(ties, {name for post in posts for name in post[3]})
-            return self._coordinate(own, body, posts)
+            return self._coordinate(own, body, posts, sum(post[4] for post in posts))
         if first:
             self._deliver(body)
         answer = self._attempt.await_(_key(body.digest, boxes_data))
         return settle(body, self._world, answer_of(msgpack.unpackb(answer))) if answer else Settled(own)
 
-    def _alone(self, own: Declaration, body: Body) -> Settled:
+    def _alone(self, own: Declaration, body: Body, private: int) -> Settled:
         group = Group(body.digest, body.digests, (0,), {0: body.boxes})
-        return self._merge(own, [group], dict(zip(body.digests, body.pieces, strict=True)))
+        return self._merge(own, [group], dict(zip(body.digests, body.pieces, strict=True)), private)
 
     def _deliver(self, body: Body) -> None:
         """Send the pieces that the coordinator asks for: of all ranks with this body, this one came first."""
@@ -82,7 +89,7 @@ class Declaring:
 
     # ---- the coordinator ---------------------------------------------------------------------------------------------
 
-    def _coordinate(self, own: Declaration, body: Body, posts: Sequence[Any]) -> Settled:
+    def _coordinate(self, own: Declaration, body: Body, posts: Sequence[Any], private: int) -> Settled:
         ranks: dict[str, list[int]] = {}
         speakers: dict[str, int] = {}
         for rank, (digest, listing, *_) in enumerate(posts):
@@ -92,12 +99,13 @@ class Declaring:
         listings = {digest: _listing(posts[rank][1]) for digest, rank in speakers.items()}
         pieces = self._fetch(body, speakers, listings)
         if len(ranks) == 1 and not body.boxes:
+            self._judge(own, private)
             self._attempt.announce(_key(body.digest, _pack([])), b"")
             return Settled(own)
         listings[body.digest] = body.digests
         boxes = [declaration.unpack_boxes(msgpack.unpackb(post[2])) for post in posts]
         groups = [Group(d, listings[d], tuple(found), {r: boxes[r] for r in found}) for d, found in ranks.items()]
-        return self._merge(own, groups, pieces)
+        return self._merge(own, groups, pieces, private)
 
     def _compare(self, posts: Sequence[Any]) -> None:
         ours = posts[0][-1]
@@ -131,11 +139,14 @@ class Declaring:
                 pieces[declaration.digest(data)] = declaration.decode(data)
         return pieces
 
-    def _merge(self, own: Declaration, groups: Sequence[Group], pieces: Mapping[bytes, Declaration]) -> Settled:
+    def _merge(
+        self, own: Declaration, groups: Sequence[Group], pieces: Mapping[bytes, Declaration], private: int
+    ) -> Settled:
         merger = Merger(groups, pieces, self._world)
         if self._whole:
             merger.check_whole()
         merged = merger.settled(own)
+        self._judge(merged.declaration, private)
         for group in groups if self._world > 1 else ():
             for boxes, answer in merger.answers(group):
                 key = _key(group.digest, _pack(declaration.pack_boxes(boxes)))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import groupby, islice
 
 from ckptspec.engine.holding import Holding
 from ckptspec.engine.pool import Pool, Task, turn
@@ -22,6 +23,7 @@ from ckptspec.storage import local
 # disk 2.6 GB/s with parts of 1 MiB, 1.5 with 8 (tools/bench/NOTES.md).
 PART = 1 << 20
 GAP = 64 << 10  # reading a gap this small costs less than a second read
+OPEN_AT_ONCE = 256  # shards: few enough for the usual limit on a process's descriptors
 Progress = Callable[[int], None]
 
 
@@ -55,6 +57,17 @@ def execute(work: Iterable[tuple[Source, Sequence[Transfer]]], pool: Pool, progr
 
     Raises IntegrityError [B-DIGEST] naming file, tensor and byte range, or OSError; the destination is then undefined.
     """
+    several = iter(work)
+    while batch := [*islice(several, OPEN_AT_ONCE)]:
+        with reading(batch, pool.buffer_nbytes, progress) as tasks:
+            pool.run(tasks)
+
+
+@contextmanager
+def reading(
+    work: Iterable[tuple[Source, Sequence[Transfer]]], buffer_nbytes: int, progress: Progress | None = None
+) -> Iterator[Iterator[Task]]:
+    """Open every source and give the tasks that run its transfers, in the order of the files; they close at the end."""
     opened: list[int] = []
     try:
         readers = []
@@ -62,7 +75,7 @@ def execute(work: Iterable[tuple[Source, Sequence[Transfer]]], pool: Pool, progr
             fd = local.open_read(source.path)
             opened.append(fd)
             readers.append(_Reader(fd, source, transfers, progress or _ignore))
-        pool.run(task for reader in readers for task in reader.tasks(pool.buffer_nbytes))
+        yield (task for reader in readers for task in reader.tasks(buffer_nbytes))
     finally:
         for fd in opened:
             os.close(fd)
@@ -72,7 +85,7 @@ def _ignore(nbytes: int) -> None:
     """Report progress to nobody."""
 
 
-def _strides(sizes: Sequence[int]) -> list[int]:
+def row_major(sizes: Sequence[int]) -> list[int]:
     """Return row-major strides in elements."""
     out, stride = [], 1
     for n in reversed(sizes):
@@ -190,7 +203,7 @@ class _Reader:
             return
         run = self._view(t)
         start = run.hull(t.box)[0] * self.itemsize[chunk.tensor]
-        t.holding.scatter(t.box, found[start:], _strides(run.box.sizes))
+        t.holding.scatter(t.box, found[start:], row_major(run.box.sizes))
 
     def _read_slab(self, row: int, slab: Slab, buffer: memoryview) -> None:
         chunk = self.index.chunks[row]
@@ -200,5 +213,5 @@ class _Reader:
         self._verify(row, data, slab.low)
         for view, box, holding in slab.pieces():
             start, stop = (e * itemsize - slab.low for e in view.hull(box))
-            holding.scatter(box, data[start:stop], _strides(view.box.sizes))
+            holding.scatter(box, data[start:stop], row_major(view.box.sizes))
         self.progress(len(data))

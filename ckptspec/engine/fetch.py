@@ -10,7 +10,7 @@ from ckptspec.engine.documents import open_shard
 from ckptspec.engine.execute import Source, Transfer, execute
 from ckptspec.engine.holding import Holding
 from ckptspec.engine.pool import Pool
-from ckptspec.errors import IntegrityError, ShardError
+from ckptspec.errors import CkptspecError, IntegrityError, PlanError, ShardError
 from ckptspec.format.catalog import ShardDocument
 from ckptspec.format.manifest import Manifest
 from ckptspec.format.shard import Index
@@ -50,13 +50,16 @@ def fetch(
     prefer: int | None = None,
     progress: Progress | None = None,
     recovered: list[str] | None = None,
+    recover: bool = True,
 ) -> int:
     """Deliver every need into its holding, verified, and return the payload bytes delivered.
 
-    What is damaged or gone is read from another shard where that stores a copy [Q-REPLICA], and said in `recovered`.
+    What is damaged or gone is read from another shard where that stores a copy [Q-REPLICA], and said in `recovered`;
+    without `recover` it is an error.
     Raises IntegrityError [B-DIGEST], ShardError, PlanError [T-COVER] or OSError; the holdings are then undefined.
     """
     without: frozenset[tuple[int, str | None]] = frozenset()
+    first: CkptspecError | None = None
     while True:
         locator = Locator(opened.manifest, prefer, without)
         try:
@@ -64,12 +67,17 @@ def fetch(
             sources = [(opened.source(rank), transfers) for rank, transfers in sorted(work.items())]
             execute(sources, pool, progress)
         except (IntegrityError, ShardError) as e:
-            more = _set_aside(opened.manifest, without, e)
+            more = _set_aside(opened.manifest, without, e) if recover else None
             if more is None:
                 raise
+            first = first or e
             without |= {more}
             if recovered is not None:
                 recovered.append(str(e))
+        except PlanError as e:
+            if first is not None and e.rule == "Q-REPLICA":
+                raise first from None  # what is damaged says more than that there is no other copy
+            raise
         else:
             return sum(_nbytes(source.index, t) for source, transfers in sources for t in transfers)
 

@@ -43,7 +43,7 @@ def pauses(world_size: int, silence: float) -> Iterator[float]:
 
 
 @dataclass
-class _Budget:
+class Budget:
     """Seconds to wait in all; time in which this process was stopped is not charged."""
 
     seconds: float
@@ -54,7 +54,12 @@ class _Budget:
         before = time.monotonic()
         time.sleep(pause)
         self.spent += min(time.monotonic() - before, pause + 0.25)
-        return self.spent < self.seconds
+        return not self.over
+
+    @property
+    def over(self) -> bool:
+        """Whether there is no time left."""
+        return self.spent >= self.seconds
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,7 @@ class Opening:
 
     def _absent(self, roll: Roll) -> list[int]:
         """Return the ranks that have not come when the patience is used up: none once all are there."""
-        budget = _Budget(self.patience)
+        budget = Budget(self.patience)
         for pause in pauses(self.world_size, self.patience):
             if self._ask(roll.complete):
                 return []
@@ -144,7 +149,7 @@ class Opening:
 
     def _join(self) -> str:
         incarnation = ""
-        budget = _Budget(1.25 * self.patience + 1)  # rank 0 gives up first, and says why
+        budget = Budget(1.25 * self.patience + 1)  # rank 0 gives up first, and says why
         for count, pause in enumerate(pauses(self.world_size, self.patience)):
             current, receipt = self._ask(partial(self._look, incarnation, count % FULL_LOOK == 0))
             if current and current != incarnation:

@@ -11,7 +11,7 @@ STUCK_DEADLINES = 15
 
 @dataclass(frozen=True)
 class Beat:
-    """One heartbeat: which attempt and kind the rank is in, how often its heart beat, and what it got done.
+    """One heartbeat: which attempt, kind and step the rank is in, how often its heart beat, and what it got done.
 
     `moved` counts bytes written or read and rounds of waiting, so a rank that waits for another is not stuck itself.
     """
@@ -20,17 +20,19 @@ class Beat:
     kind: str = "idle"
     count: int = 0
     moved: int = 0
+    step: int | None = None
 
     def encode(self) -> bytes:
         """Return the beat as it is stored."""
-        return f"{self.attempt} {self.kind} {self.count} {self.moved}".encode()
+        step = "-" if self.step is None else self.step
+        return f"{self.attempt} {self.kind} {self.count} {self.moved} {step}".encode()
 
 
 def decode(data: bytes) -> Beat:
     """Return the beat in `data`; bytes that are none show no life."""
     try:
-        attempt, kind, count, moved = data.decode("ascii").split()
-        return Beat(int(attempt), kind, int(count), int(moved))
+        attempt, kind, count, moved, step = data.decode("ascii").split()
+        return Beat(int(attempt), kind, int(count), int(moved), None if step == "-" else int(step))
     except ValueError:
         return Beat()
 

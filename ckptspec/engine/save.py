@@ -12,9 +12,10 @@ from typing import Any
 
 import msgpack
 
-from ckptspec.engine import commit, replicas
+from ckptspec.engine import commit, preflight, replicas
 from ckptspec.engine.channel import Attempt, Channel
 from ckptspec.engine.declaring import Declaring
+from ckptspec.engine.lease import Lease
 from ckptspec.engine.locate import committed, newest_manifest
 from ckptspec.engine.pool import shared_pool
 from ckptspec.engine.receipt import receipt, received
@@ -69,7 +70,7 @@ def save(run: str, take: Callable[[], Snapshot], request: Request, channel: Chan
 
     Raises SaveError on every rank, naming the rank that failed; CommitUncertainError where nobody saw the outcome.
     """
-    attempt = channel.attempt(kind="save")
+    attempt = channel.attempt("save", request.step)
     job = _Save(run, take, request, channel, memory, attempt)
     try:
         return job.run_to_commit()
@@ -80,6 +81,8 @@ def save(run: str, take: Callable[[], Snapshot], request: Request, channel: Chan
         if agreed is e or not isinstance(e, Exception):
             raise  # an interrupt stays one; the other ranks have been told
         raise agreed from e
+    finally:
+        job.close()
 
 
 class _Save:
@@ -95,6 +98,7 @@ class _Save:
         self.memory = memory
         self.attempt = attempt
         self.staging: commit.Staging | None = None
+        self.lease: Lease | None = None
         self.run_id: str | None = None
 
     def run_to_commit(self) -> Manifest:
@@ -112,6 +116,7 @@ class _Save:
         plan = plan_shard(header, list(placed.stored()), self.snapshot.state)
         checks = replicas.Checks(self.snapshot, list(placed.replicas()) if self.world > 1 else [], settled.holders)
         path = os.path.join(self.run, opening.staging, name)
+        preflight.refuse_file(path, plan.nbytes, self.rank)
         pool = shared_pool(self.memory, self.request.block_size)
         written = write_shard(path, plan, pool, self.attempt.progress, checks.tasks())
         commit.sync_staging(os.path.join(self.run, opening.staging))
@@ -146,8 +151,10 @@ class _Save:
                 found=f"save {existing.save_id}",
                 advice='save another step, or pass on_existing="supersede"',
             )
+        preflight.refuse(preflight.preflight(self.run, 0, 0, step=r.step))  # what can be told before a folder is made
         save_id = secrets.token_hex(16)
         self.staging = commit.prepare(self.run, r.step, save_id)
+        self.lease = Lease(self.run, "save", save_id)  # a staging folder this young is spared without one [P-CLEAN]
         return Opening(save_id, r.step, os.path.basename(self.staging.path), self.staging.mode)
 
     def _skip(self, opening: Opening) -> Manifest:
@@ -167,11 +174,16 @@ class _Save:
         """Return what all ranks declare together; every rank's step and folder are compared on the way [P-DECLARE]."""
         r = self.request
         terms = [r.step, r.copies, r.block, r.block_size, r.whole]
-        declaring = Declaring(self.attempt, self.rank, self.world, whole=r.whole)
-        settled = declaring.run(self.snapshot, terms)
+        declaring = Declaring(self.attempt, self.rank, self.world, whole=r.whole, judge=self._judge)
+        settled = declaring.run(self.snapshot, terms, preflight.private_nbytes(self.snapshot))
         if self.world > 1:
             self._see_staging(opening)  # only now: a save that failed elsewhere before has taken the folder away
         return settled
+
+    def _judge(self, declared: Declaration, private: int) -> None:
+        """Coordinator: refuse a save that does not fit before any rank is told to write [P-ROOM]."""
+        nbytes = preflight.payload_nbytes(declared, self.request.copies, private)
+        preflight.refuse(preflight.preflight(self.run, nbytes, self.world + 1, step=self.request.step))
 
     def _see_staging(self, opening: Opening) -> None:
         path = os.path.join(self.run, opening.staging)
@@ -276,3 +288,8 @@ class _Save:
         """Remove what a failed attempt left in its staging folder; what cannot be removed waits for `clean`."""
         if self.staging is not None:
             commit.discard(self.staging)
+
+    def close(self) -> None:
+        """Say that nobody is at this save any more."""
+        if self.lease is not None:
+            self.lease.release()

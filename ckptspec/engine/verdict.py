@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptspec.engine.agreement import COMMIT, Commit, Failure, Outcome, Stage, Verdict
-from ckptspec.errors import CkptspecError, CommitUncertainError, SaveError, StateError, Where
+from ckptspec.errors import CkptspecError, CommitUncertainError, LoadError, SaveError, StateError, Where
 
 TEXT_LIMIT = 2000  # characters of one text: a message may hold anything, and every rank reads it
 SHOWN_RANKS = 8
@@ -31,7 +32,8 @@ def failure_of(error: BaseException, rank: int) -> Failure:
     if isinstance(error, CkptspecError):
         details |= {key: getattr(error, key) for key in _TEXTS} | {key: getattr(error.where, key) for key in _PLACES}
         details["range"] = error.where.range
-        blamed = error.rank if isinstance(error, SaveError) else error.where.rank
+        # Of another error the rank is a place, such as whose shard is damaged: the one that cannot go on is this one.
+        blamed = error.rank if isinstance(error, (SaveError, LoadError)) else None
         return _failure(error.message, rank if blamed is None else blamed, details, isinstance(error, NotVisibleError))
     if isinstance(error, OSError) and error.errno is not None:
         details |= {"errno": error.errno, "file": _path(error.filename)}
@@ -74,11 +76,13 @@ def lost(message: str, host: int | None) -> Failure:
 def error_of(failure: Failure, stage: Stage, *, alone: bool = False) -> SaveError:
     """Return the error every rank raises: SaveError (or StateError) when failed, CommitUncertainError when uncertain.
 
-    Its cause is the OSError of the failing rank, where there was one. `alone` leaves the rank out of the message.
+    Its cause is the OSError of the failing rank, where there was one. `alone` leaves the rank out of what it says.
     """
     d = failure.details
-    where = Where(d.get("file"), d.get("pointer"), d.get("tensor"), failure.rank, _range(d.get("range")))
-    message = failure.message if alone or failure.kind != "error" else f"rank {failure.rank}: {failure.message}"
+    rank = None if alone else failure.rank
+    where = Where(d.get("file"), d.get("pointer"), d.get("tensor"), rank, _range(d.get("range")))
+    named = alone or failure.kind != "error" or re.match(rf"ranks? {failure.rank}\b", failure.message)
+    message = failure.message if named else f"rank {failure.rank}: {failure.message}"
     kind: type[SaveError] = _TYPES.get(str(d.get("type")), SaveError)
     texts = {key: d.get(key) for key in _TEXTS}
     if stage is Stage.UNCERTAIN:
@@ -87,6 +91,7 @@ def error_of(failure: Failure, stage: Stage, *, alone: bool = False) -> SaveErro
             message = f"nobody saw whether this save was committed: {message}"
         texts |= {"rule": "P-OUTCOME", "advice": _SETTLE}
     error = kind(message, rank=failure.rank, where=where, **texts)
+    error.cause = str(d.get("type"))
     if isinstance(d.get("errno"), int):
         error.__cause__ = OSError(d["errno"], failure.message, d.get("file"))
     return error
@@ -108,10 +113,10 @@ def decode_failure(data: bytes) -> Failure:
     """Return the failure in `data`; bytes that are none become a failure that says so, since the attempt is lost."""
     try:
         found = json.loads(data)
-        rank, details = found["rank"], found["details"]
-        if not (isinstance(rank, (int, type(None))) and isinstance(details, dict)):
-            raise TypeError("rank or details of another type")
-        return Failure(str(found["message"]), rank, str(found["kind"]), found["certain"] is True, details)
+        rank, step, details = found["rank"], found["step"], found["details"]
+        if not (isinstance(rank, (int, type(None))) and isinstance(step, (int, type(None)))):
+            raise TypeError("rank or step of another type")
+        return Failure(str(found["message"]), rank, str(found["kind"]), found["certain"] is True, dict(details), step)
     except (ValueError, TypeError, KeyError) as e:
         return Failure(f"the store holds a verdict that cannot be read ({e}): {data[:80]!r}", kind="store")
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from ckptspec.check import catalogs
 from ckptspec.check.advice import PASSED_OVER, OtherStep, Situation, advise
+from ckptspec.check.damage import loss_of
 from ckptspec.check.manifests import check_manifest
 from ckptspec.check.registry import capped, fault
-from ckptspec.check.targets import check_target
-from ckptspec.check.verdicts import Loss, losses, verdicts
+from ckptspec.check.verdicts import Loss, losses, private_names, verdicts
 from ckptspec.engine.documents import load_manifest, read_shard
 from ckptspec.engine.files import NotRegularError, entries, opened
 from ckptspec.engine.locate import AllBadError, Located, Skipped, newest, read_manifest, resolve, step_finding
@@ -24,9 +25,15 @@ from ckptspec.format import names
 from ckptspec.format.catalog import ShardDocument
 from ckptspec.format.lexical import INT_LIMIT
 from ckptspec.format.manifest import NAME, Manifest, decode
-from ckptspec.format.report import Finding, Report
+from ckptspec.format.report import Finding, Report, Verdict
 from ckptspec.format.shard import TRAILER, Header
+from ckptspec.format.signature import Signature
+from ckptspec.format.signature import from_document as signature_of
 from ckptspec.format.target import Target, resized
+from ckptspec.plan.renames import Renames, renames
+
+if TYPE_CHECKING:
+    from ckptspec.check.asking import Aim, Answer
 
 CHOICES = ("schema", "manifest", "shards", "bytes")
 _MEDIA = (errno.EIO, errno.ESTALE, errno.ENODATA, errno.EBADMSG)  # the storage fails, not the permission to look
@@ -37,11 +44,14 @@ class _Walk:
     """What is known so far of one checkpoint on the way down the levels."""
 
     path: str
+    asked: tuple[Any, ...] | None = None  # the fields of an Asking
     located: Located | None = None
     level: str = "lexical"
     findings: list[Finding] = field(default_factory=list)
     manifest: Manifest | None = None
     digest: str | None = None
+    answer: Answer | None = None
+    samples: int | None = None
     loss: Loss | None = None
     manifest_nbytes: int = 0
     hashed: int = 0
@@ -55,20 +65,33 @@ class _Walk:
 def validate(
     path: str | os.PathLike[str],
     *,
-    target: Target | None = None,
+    target: Aim = None,
     level: str = "shards",
     exact: bool = False,
     expect_digest: str | None = None,
+    names: Mapping[str, str] | Renames | None = None,
+    signature: Signature | Mapping[str, Any] | None = None,
+    micro_batch: int | None = None,
+    accumulation: int | None = None,
+    words: Sequence[str] = (),
 ) -> Report:
     """Return the report on the checkpoint at `path`: its folder, its manifest.json, or a run with its newest good one.
 
-    `level` is schema, manifest, shards or bytes; a level runs only if the one before has no error. `exact` changes
-    nothing in this release, where any other world size or layout is an error. `expect_digest` pins the manifest.
-    Never raises for a bad checkpoint; OSError for a path that is not there or may not be read, ValueError for `level`.
+    `level` is schema, manifest, shards or bytes; a level runs only if the one before has no error. `expect_digest` pins
+    the manifest. With a `target` (or a function that makes one of the manifest) or a `signature` (what
+    ckptspec.signature returns) the report says what loading would do, with `exact` on the same ranks and layouts only;
+    `names` is a map of names as for load, `micro_batch` and `accumulation` are those of the job that was saved. `words`
+    are command-line options that say the target again, for commands in advice.
+
+    Never raises for a bad checkpoint; OSError for a path that is not there or may not be read, ValueError for `level`,
+    PlanError [X-MAP] [X-SIGNATURE] for names or a signature that are none.
     """
     if level not in CHOICES:
         raise ValueError(f"level is one of {', '.join(CHOICES)}, not {level!r}")
-    walk = _Walk(os.fspath(path))
+    mapped = names if isinstance(names, Renames) else renames(names)
+    described = signature_of(signature) if isinstance(signature, Mapping) else signature
+    asked = (target, described, exact, mapped, micro_batch, accumulation, tuple(words))
+    walk = _Walk(os.fspath(path), None if target is None and described is None else asked)
     try:
         walk.located = resolve(path)
     except AllBadError as e:
@@ -77,7 +100,7 @@ def validate(
         walk.findings.append(Finding.of_error(e))
     if walk.located is not None:
         walk.findings += [_warning(s) for s in walk.located.skipped if s.path != walk.located.folder]
-        _descend(walk, walk.located.folder, level, target, expect_digest)
+        _descend(walk, walk.located.folder, level, expect_digest)
     return _report(walk)
 
 
@@ -96,21 +119,27 @@ def _warning(skipped: Skipped) -> Finding:
     return replace(moved, severity="warning", message=message, advice=(PASSED_OVER,))
 
 
-def _descend(walk: _Walk, folder: str, level: str, target: Target | None, expect_digest: str | None) -> None:
+def _descend(walk: _Walk, folder: str, level: str, expect_digest: str | None) -> None:
     wanted = CHOICES.index(level)
     _read_manifest(walk, folder, expect_digest)
-    if walk.manifest is None or not walk.sound() or (wanted == 0 and target is None):
+    if walk.manifest is None or not walk.sound() or (wanted == 0 and walk.asked is None):
         return
     walk.level = "manifest"
     walk.findings += check_manifest(walk.manifest)
     if not walk.sound():
         return
-    wrong_target = [] if target is None else list(check_target(walk.manifest, target))
+    walk.answer = None if walk.asked is None else _answer(walk.asked, walk.manifest)
     if wanted >= 2:
         gathered = _check_shards(walk, folder, walk.manifest)
         if wanted == 3 and walk.sound():
             _check_bytes(walk, folder, walk.manifest, gathered)
-    walk.findings += wrong_target
+    walk.findings += walk.answer.findings if walk.answer is not None else ()
+
+
+def _answer(asked: tuple[Any, ...], manifest: Manifest) -> Answer:
+    from ckptspec.check.asking import Asking, answer  # the planner's modules: only who asks waits for them
+
+    return answer(Asking(*asked), manifest)
 
 
 def _read_manifest(walk: _Walk, folder: str, expect_digest: str | None) -> None:
@@ -180,6 +209,8 @@ def _each_shard(walk: _Walk, folder: str, manifest: Manifest, gathered: catalogs
             where = Where(entry.path, rank=entry.rank)
             yield fault("B-READ", "the shard cannot be read", where, None, e.strerror)
             continue
+        if walk.answer is not None and not walk.headers:
+            walk.samples = walk.answer.samples(document.state)
         yield from gathered.add(entry.rank, document)
         walk.hashed += _looked_at(document) + entry.index_nbytes
         walk.headers[entry.rank] = document.header
@@ -205,7 +236,9 @@ def _check_bytes(walk: _Walk, folder: str, manifest: Manifest, gathered: catalog
     walk.level = "bytes"
     nbytes = buffer_size(gathered.indexes.values(), manifest.block_size)
     pool = Pool(max(DEFAULT_BUDGET, nbytes), nbytes)
-    walk.findings += capped(_each_payload(walk, folder, manifest, gathered, pool))
+    found = list(_each_payload(walk, folder, manifest, gathered, pool))
+    walk.loss = loss_of(manifest, found, gathered.indexes)
+    walk.findings += capped(found)
 
 
 def _each_payload(
@@ -224,7 +257,7 @@ def _each_payload(
 
 
 def _report(walk: _Walk) -> Report:
-    manifest = walk.manifest
+    manifest, answer = walk.manifest, walk.answer
     counsel = advise(walk.findings, _situation(walk))
     total = walk.manifest_nbytes + (manifest.nbytes if manifest is not None else 0)
     return Report(
@@ -232,31 +265,48 @@ def _report(walk: _Walk) -> Report:
         level=walk.level,
         findings=counsel.findings,
         advice=counsel.advice,
-        verdicts=tuple(verdicts(walk.loss)) if walk.loss is not None else (),
+        verdicts=tuple(_verdicts(walk)),
         decision=counsel.decision,
         save_id=manifest.save_id if manifest is not None else None,
         step=manifest.step if manifest is not None else None,
         manifest_digest=walk.digest,
         bytes_total=min(total, INT_LIMIT),
         bytes_hashed=min(walk.hashed, total, INT_LIMIT),
+        names=answer.names if answer is not None else None,
     )
 
 
+def _verdicts(walk: _Walk) -> Iterator[Verdict]:
+    """Yield what becomes of each part: what is gone, and what a target would do with what is there."""
+    loss = walk.loss
+    if loss is not None and walk.manifest is not None:
+        yield from verdicts(walk.manifest, loss)
+    if walk.answer is not None and (loss is None or loss.mended):
+        yield from walk.answer.verdicts
+
+
 def _situation(walk: _Walk) -> Situation:
-    manifest = walk.manifest
+    manifest, answer = walk.manifest, walk.answer
     run = walk.located.run if walk.located is not None else walk.path
+    folder = walk.located.folder if walk.located is not None else walk.path
     step = manifest.step if manifest is not None else _named_step(walk)
     good: tuple[OtherStep, ...] = ()
     if not walk.sound() and walk.located is not None and run is not None and step is not None:
         good = tuple(_older(run, step))
     return Situation(
-        path=walk.located.folder if walk.located is not None else walk.path,
+        path=folder,
         run=run,
         world_size=manifest.world_size if manifest is not None else None,
         step=step,
         wall_clock_seconds=manifest.wall_clock_seconds if manifest is not None else None,
         good=good,
         newer=walk.located.skipped[0].path if walk.located is not None and walk.located.skipped else None,
+        loss=walk.loss,
+        private=private_names(manifest) if manifest is not None else (),
+        prepared=answer.advice(folder, run, walk.samples) if answer is not None else {},
+        words=answer.asking.words if answer is not None else (),
+        target=answer.asking.target_words if answer is not None and answer.found is not None else (),
+        proposed=len(answer.names.proposed) if answer is not None and answer.names is not None else 0,
     )
 
 

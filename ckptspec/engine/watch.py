@@ -38,6 +38,11 @@ class Watch:
         open_ranks = [ranks[place] for batch in roll.open for place in batch]
         return self._judge(self._beats(store, open_ranks), lambda: [ranks[place] for place in roll.missing(store)])
 
+    def seen(self, store: Store) -> list[Beat]:
+        """Return the beats of those this rank would wait for: of rank 0, or for rank 0 of all others."""
+        ranks = range(1, self._seat.world_size) if self._seat.coordinator else range(1)
+        return list(self._beats(store, ranks).values())
+
     def _beats(self, store: Store, ranks: Sequence[int]) -> Mapping[int, Beat]:
         roll = Roll([beat_key(self._seat.incarnation, rank) for rank in ranks])
         return dict(zip(ranks, map(pulse.decode, roll.values(store)), strict=True))
@@ -73,5 +78,6 @@ class Watch:
             f"rank {rank} is in a {beat.kind} where rank {self._seat.rank} is in a {self._kind}: "
             "every rank must call save and load in the same order",
             rank,
+            "mixed",
             details={"type": "SaveError", "rule": "P-AGREE"},
         )

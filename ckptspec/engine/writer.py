@@ -97,6 +97,11 @@ def write_shard(
     Raises OSError as the disk gives it; the file is then left as it is, for the attempt's cleaning [P-EXCL] [P-FSYNC].
     """
     fd = local.create(path, plan.nbytes)
+    with local.naming(path):
+        return _written(fd, plan, pool, progress, also)
+
+
+def _written(fd: int, plan: ShardPlan, pool: Pool, progress: Progress | None, also: Iterable[Task]) -> Written:
     try:
         job = _Job(fd, plan, progress or _ignore)
         pool.run(chain(job.tasks(pool.buffer_nbytes), also))

@@ -41,6 +41,21 @@ class GridPlacement(Placement):
         self._seats: dict[int, _Seat | None] = {}
         self._groups: dict[tuple[Coord, ...], Ranks] = {}
 
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh the layout is on."""
+        return self._mesh
+
+    @property
+    def pins(self) -> Mapping[int, int]:
+        """The pinned axes, by position, with their index."""
+        return self._pins
+
+    @property
+    def cuts(self) -> tuple[Cut, ...]:
+        """The dimensions that are cut."""
+        return self._cuts
+
     def ranks(self) -> Ranks:
         return ranks_where(self._mesh, self._pins)
 

@@ -99,17 +99,81 @@ class Advice:
 
 
 @dataclass(frozen=True)
+class Range:
+    """Elements of a tensor: the box of these offsets and sizes, or of its elements, row-major, those from a to b."""
+
+    tensor: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    elements: tuple[int, int] | None = None
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> Range:
+        """Return the range of a schema-valid JSON form."""
+        elements = document["elements"]
+        run = None if elements is None else (elements[0], elements[1])
+        return cls(document["tensor"], tuple(document["offsets"]), tuple(document["sizes"]), run)
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        elements = None if self.elements is None else list(self.elements)
+        return {"tensor": self.tensor, "offsets": list(self.offsets), "sizes": list(self.sizes), "elements": elements}
+
+
+@dataclass(frozen=True)
 class Verdict:
-    """What happens to one part of the state on a target: lossless, approximate, lost or impossible, and why."""
+    """What happens to one part of the state: lossless, approximate, lost or impossible, and why.
+
+    On a target `bytes_read` is the least and the most payload that a rank of it reads for the part, and `peak_memory`
+    the most bytes that the part takes in one rank while it is loaded. `gone` says which elements are lost.
+    """
 
     part: str
     verdict: str
     reason: str
+    bytes_read: tuple[int, int] | None = None
+    peak_memory: int | None = None
+    gone: tuple[Range, ...] = ()
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> Verdict:
+        """Return the verdict of a schema-valid JSON form."""
+        read, gone = document.get("bytes_read"), document.get("gone", ())
+        return cls(
+            document["part"],
+            document["verdict"],
+            document["reason"],
+            None if read is None else (read[0], read[1]),
+            document.get("peak_memory"),
+            tuple(Range.from_document(r) for r in gone),
+        )
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON form; what is not known is left out."""
+        made: dict[str, Any] = {"part": self.part, "verdict": self.verdict, "reason": self.reason}
+        if self.bytes_read is not None:
+            made["bytes_read"] = list(self.bytes_read)
+        if self.peak_memory is not None:
+            made["peak_memory"] = self.peak_memory
+        if self.gone:
+            made["gone"] = [r.document() for r in self.gone]
+        return made
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a map of names did, {wanted: stored}, and the pairs that one could have beside."""
+
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    proposed: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What the validator says of one checkpoint; `level` is the deepest level that ran."""
+    """What the validator says of one checkpoint; `level` is the deepest level that ran.
+
+    `names` is there where names were compared.
+    """
 
     path: str
     level: str
@@ -122,6 +186,7 @@ class Report:
     manifest_digest: str | None = None
     bytes_total: int = 0
     bytes_hashed: int = 0
+    names: Names | None = None
 
     @property
     def ok(self) -> bool:
@@ -144,7 +209,7 @@ class Report:
 
     def document(self) -> dict[str, Any]:
         """Return the JSON form, which obeys report.schema.json."""
-        return {
+        document: dict[str, Any] = {
             "format": "ckptspec-report",
             "schema_version": "1.0",
             "outcome": self.outcome,
@@ -158,5 +223,8 @@ class Report:
             "decision": self.decision,
             "findings": [f.document() for f in self.findings],
             "advice": [a.document() for a in self.advice],
-            "verdicts": [dict(vars(v)) for v in self.verdicts],
+            "verdicts": [v.document() for v in self.verdicts],
         }
+        if self.names is not None:
+            document["names"] = {key: dict(pairs) for key, pairs in vars(self.names).items()}
+        return document

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
-from ckptspec.errors import PlanError
+from ckptspec.errors import PlanError, Where
+from ckptspec.format.faults import fit_faults, layout_faults, mesh_faults
 from ckptspec.format.layout import BoxesLayout, Layout, LocalLayout, Mesh
 from ckptspec.format.manifest import FlatGroup, Manifest, TensorEntry
 from ckptspec.format.target import Target
@@ -50,11 +52,11 @@ class Destination:
 def destination(manifest: Manifest, target: Target, names: Renames | None = None) -> Destination:
     """Return the destination that `target` is for this checkpoint; roles and annotations are the checkpoint's.
 
-    A target without layouts keeps the checkpoint's own, its data axes resized. Raises PlanError [R-TARGET] where a
-    layout that is kept cannot be on the target's ranks.
+    A target without meshes keeps the checkpoint's own, their data axes resized. Raises PlanError [R-TARGET] where the
+    target is at odds with itself, or what is kept cannot be on its ranks.
     """
     t = target
-    if t.meshes is None and t.layouts is None and t.tensors is None:
+    if t.meshes is None and t.tensors is None:
         t = _over(of_world(manifest, t.world_size), t)
     kept = t.tensors is None
     tensors = manifest.tensors if t.tensors is None else {n: _known(n, e, manifest) for n, e in t.tensors.items()}
@@ -68,12 +70,30 @@ def destination(manifest: Manifest, target: Target, names: Renames | None = None
     if gone := sorted(over - meshes.keys()):
         raise PlanError("the target names a mesh that it has not", rule="R-TARGET", found=repr(gone[0]))
     meshes = {n: x for n, x in meshes.items() if n in over}
+    _check(t.world_size, meshes, layouts, tensors)
     groups = manifest.flat_groups if t.flat_groups is None else t.flat_groups
     groups = {n: g for n, g in groups.items() if all(flat in tensors for flat in g.tensors.values())}
     aliases = manifest.aliases if t.aliases is None else t.aliases
     aliases = {n: to for n, to in aliases.items() if to in tensors and n not in tensors}
     objects = manifest.objects if t.objects is None else t.objects
     return Destination(manifest, t.world_size, meshes, layouts, tensors, objects, groups, aliases, names or Renames())
+
+
+def _check(
+    world: int, meshes: Mapping[str, Mesh], layouts: Mapping[str, Layout], tensors: Mapping[str, TensorEntry]
+) -> None:
+    """Raise PlanError [R-TARGET] for the first mesh, layout or tensor that does not go with the rest."""
+    problems = chain(
+        (f"mesh {n!r}: {fault}" for n, x in meshes.items() for fault in mesh_faults(x, world)),
+        (f"layout {n!r}: {fault}" for n, x in layouts.items() for fault in layout_faults(x, meshes, None, world)),
+    )
+    for problem in problems:
+        raise PlanError(problem, rule="R-TARGET", expected=f"meshes and layouts for {world} ranks")
+    fitting = {(t.layout, t.shape): n for n, t in tensors.items() if t.shape is not None}
+    for (layout, shape), name in fitting.items():
+        for fault in fit_faults(layouts[layout], shape or ()):
+            where = Where(tensor=name)
+            raise PlanError(str(fault), rule="R-TARGET", where=where, expected="a layout that fits", found=repr(layout))
 
 
 def _over(whole: Target, partial: Target) -> Target:

@@ -12,6 +12,7 @@ from ckptspec.format.names import split
 from ckptspec.plan.views import View
 
 STATE = "state"
+PARTS = 8  # of a name's end, by which tensors are found; the rules look at all of it
 PARAMETER_KINDS = frozenset(("parameter", "parameters", "param", "params", "flat_param"))  # a group's own parameters
 
 
@@ -56,17 +57,39 @@ def state_name(name: str) -> StateName | None:
     return StateName("/".join(tokens[:-3]), tokens[-2], tokens[-1])
 
 
+def tails(name: str) -> list[int]:
+    """Return keys by which tensors are found that end alike: of the last part of a name, the last two, and so on."""
+    parts = _plain(name).split(".")[-PARTS:]
+    return [hash(".".join(parts[-n:])) for n in range(1, len(parts) + 1)]
+
+
 def same_parameter(path: str, names: Iterable[str]) -> list[str]:
     """Return those of the tensor `names` that an optimizer calls `path`, the nearest kind of match alone.
 
-    The path is a tensor's last token, or its last tokens with dots between, or, dotted too, its end.
+    The path is a tensor's name, its last token, its last tokens with dots between, or, dotted too, its end. One that is
+    a number is no end: an optimizer's own numbers are not those of a list of parameters.
     """
+    rules = (_whole, _last_token) if path.isdecimal() else (_whole, _last_token, _last_tokens, _end)
     known = list(dict.fromkeys(names))
-    for rule in (_last_token, _last_tokens, _end):
+    for rule in rules:
         found = [name for name in known if rule(path, name)]
         if found:
             return found
     return []
+
+
+def nearness(path: str, name: str) -> int:
+    """Return how near a path is to a tensor's name that it can mean: less is nearer."""
+    return [rule(path, name) for rule in (_whole, _last_token, _last_tokens, _end)].index(True)
+
+
+def _plain(path: str) -> str:
+    """Return a name or path with nothing but dots between its parts: a key may hold a slash, a path a place."""
+    return dotted(path).replace("/", ".")
+
+
+def _whole(path: str, name: str) -> bool:
+    return path == name or _plain(path) == _plain(name)
 
 
 def _last_token(path: str, name: str) -> bool:
@@ -75,11 +98,28 @@ def _last_token(path: str, name: str) -> bool:
 
 def _last_tokens(path: str, name: str) -> bool:
     tokens = split(name)
-    return any(".".join(tokens[i:]) == path for i in range(len(tokens)))
+    return any(_plain(".".join(tokens[i:])) == _plain(path) for i in range(len(tokens)))
 
 
 def _end(path: str, name: str) -> bool:
-    return dotted(name).endswith("." + path)
+    return _plain(name).endswith("." + _plain(path))
+
+
+class Parameters:
+    """Names of tensors that an optimizer may keep values of, found by what it calls them."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._named: dict[int, list[str]] = {}
+        self._called: dict[str, list[str]] = {}
+        for name in dict.fromkeys(names):
+            for key in tails(name):
+                self._named.setdefault(key, []).append(name)
+
+    def called(self, path: str) -> list[str]:
+        """Return the tensors that `path` can mean, the nearest kind of match alone."""
+        if path not in self._called:
+            self._called[path] = same_parameter(path, self._named.get(tails(path)[-1], ()))
+        return self._called[path]
 
 
 def kinds(group: FlatGroup) -> Mapping[str, str]:
@@ -109,15 +149,6 @@ class Members:
         return out
 
     @cached_property
-    def _ends(self) -> Mapping[str, Mapping[str, list[str]]]:
-        """The member names of each kind, by the last of their dotted parts: few are looked at for one parameter."""
-        out: dict[str, dict[str, list[str]]] = {}
-        for kind, names in self._pieces.items():
-            for name in names:
-                out.setdefault(kind, {}).setdefault(dotted(name).rpartition(".")[2], []).append(name)
-        return out
-
-    @cached_property
     def group_of(self) -> Mapping[str, FlatGroup]:
         """The group of every flat tensor."""
         return {flat: group for group in self._groups.values() for flat in group.tensors.values()}
@@ -131,10 +162,10 @@ class Members:
         """Return the pieces of one kind of the tensor `name`."""
         return self._pieces.get(kind, {}).get(name, [])
 
-    def of_state(self, wanted: StateName) -> list[str]:
-        """Return the names of the members that are the value an optimizer keeps: more than one is an ambiguity."""
-        ends = self._ends.get(wanted.kind, {})
-        return same_parameter(wanted.parameter, ends.get(wanted.parameter.rpartition(".")[2], ()))
+    @property
+    def names(self) -> Iterator[str]:
+        """The names of the members of all groups; one of several groups comes as often."""
+        return (m.name for group in self._groups.values() for m in group.members if m.name is not None)
 
     def listed(self, flat: str) -> Iterator[Piece]:
         """Yield the pieces of one flat tensor in order."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 from ckptspec.errors import PlanError, Where
 
@@ -36,6 +38,27 @@ class Renames:
         yield from self.exact
         yield from (f"{head}*{tail}" for head, tail, _ in self.patterns)
 
+    def document(self) -> dict[str, str]:
+        """Return the map as it is written: {wanted: stored}."""
+        return {**self.exact, **{f"{head}*{tail}": stored for head, tail, stored in self.patterns}}
+
+    def leading_to(self, stored: str) -> Iterator[str]:
+        """Yield the wanted names that stand for a stored name; of a pattern whose stored name has no `*` none is known."""
+        yield from self._exactly.get(stored, ())
+        for head, tail, pattern in self.patterns:
+            first, star, last = pattern.partition("*")
+            if star and len(stored) >= len(first) + len(last) and stored.startswith(first) and stored.endswith(last):
+                wanted = f"{head}{stored[len(first) : len(stored) - len(last)]}{tail}"
+                if self.of(wanted) == stored:  # not what another entry of the map is about
+                    yield wanted
+
+    @cached_property
+    def _exactly(self) -> Mapping[str, list[str]]:
+        out: dict[str, list[str]] = {}
+        for wanted, stored in self.exact.items():
+            out.setdefault(stored, []).append(wanted)
+        return out
+
     def __bool__(self) -> bool:
         return bool(self.exact or self.patterns)
 
@@ -61,12 +84,20 @@ def parse(data: bytes, *, file: str | None = None) -> Renames:
     try:
         if len(data) > SIZE_LIMIT:
             raise ValueError(f"longer than {SIZE_LIMIT} bytes")
-        document = json.loads(data)
+        document = json.loads(data, object_pairs_hook=_once)
     except (ValueError, RecursionError) as e:
         raise _no_map("the map is not JSON", str(e)[:80], file) from None
     if not isinstance(document, dict) or len(document) > ENTRIES:
         raise _no_map("a map is one object of names", type(document).__name__, file)
     return renames(document)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of these pairs; raises ValueError for a name that is there twice."""
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        raise ValueError("a name is there twice")
+    return out
 
 
 def _no_map(message: str, found: str, file: str | None = None) -> PlanError:

@@ -9,14 +9,15 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from math import prod
 
 from ckptspec.errors import PlanError, Where
 from ckptspec.format.box import Box, intersect
-from ckptspec.format.manifest import FlatGroup, Manifest
+from ckptspec.format.manifest import FlatGroup, Manifest, TensorEntry
 from ckptspec.format.names import split
 from ckptspec.format.tiling import tiled
-from ckptspec.plan.members import Members, Piece, StateName, same_parameter, state_name
+from ckptspec.plan.members import Members, Parameters, Piece, StateName, nearness, same_parameter, state_name, tails
 from ckptspec.plan.renames import Renames
 from ckptspec.plan.transfers import Need
 from ckptspec.plan.views import View
@@ -44,7 +45,7 @@ class Route:
     """The way to one wanted tensor that has another form or name than what is stored.
 
     `strands` tile a named tensor. For a flat one, `lands` are the views of its members, in order, each with the strands
-    of the tensor it is a piece of; what no member holds is padding, and zero.
+    of the tensor it is a piece of; what no member holds is padding, and zero. A `local` one has a shape on each rank.
     """
 
     dtype: str
@@ -52,10 +53,14 @@ class Route:
     strands: tuple[Strand, ...] = ()
     lands: tuple[tuple[View, tuple[Strand, ...]], ...] = ()
     sources: tuple[str, ...] = ()
+    local: bool = False
 
     def asks(self, box: Box, rank: int | None = None) -> Iterator[Ask]:
         """Yield the needs that fill `box` of the wanted tensor; `rank` is whose, where what is stored is local."""
         if box.empty:
+            return
+        if self.local:
+            yield Ask(Need(self.sources[0], box, rank))
             return
         if not self.lands:
             yield from _asks(self.strands, box, None, rank)
@@ -117,14 +122,20 @@ class Routes:
         return Members(self.groups)
 
     @cached_property
-    def _states(self) -> Mapping[tuple[str, str], list[str]]:
-        """The stored names of optimizer state by (kind, last part of the parameter's path)."""
-        out: dict[tuple[str, str], list[str]] = {}
+    def _states(self) -> Mapping[tuple[str, int], list[tuple[str, str]]]:
+        """The stored names of optimizer state, each with the parameter's path, by kind and the end of that path."""
+        out: dict[tuple[str, int], list[tuple[str, str]]] = {}
         for name in (*self.manifest.tensors, *self.manifest.aliases):
             found = state_name(name)
             if found is not None:
-                out.setdefault((found.kind, found.parameter.rpartition(".")[2]), []).append(name)
+                out.setdefault((found.kind, tails(found.parameter)[-1]), []).append((name, found.parameter))
         return out
+
+    @cached_property
+    def _parameters(self) -> Parameters:
+        """All that may be meant by a parameter's path: what is not looked for may be what it means all the same."""
+        tensors = (n for n in (*self.manifest.tensors, *self.manifest.aliases) if state_name(n) is None)
+        return Parameters(chain(tensors, self._stored.names, self._wanted.names))
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
@@ -148,11 +159,10 @@ class Routes:
         target = self.manifest.aliases.get(stored, stored)
         if target in self.manifest.tensors and not self._other_geometry(name, target):
             self._used |= {stored, target}
-            entry = self.manifest.tensors[target]
-            shape = entry.shape or ()
-            return Route(entry.dtype, shape, (Strand(target, Box.whole(shape)),), (), (target,))
+            self._use_copies(target)
+            return _straight(self.manifest.tensors[target], target)
         if name in self._wanted.group_of:
-            return self._to_flat(name)
+            return self._to_flat(name, stored)
         return self._to_named(name, stored)
 
     def _other_geometry(self, name: str, target: str) -> bool:
@@ -164,6 +174,19 @@ class Routes:
             return False
         return (wanted.numel, wanted.members) != (stored.numel, stored.members)
 
+    def _use_copies(self, flat: str) -> None:
+        """Count as used what other groups hold too of the members of a flat tensor that is read as it is."""
+        if flat not in self._stored.group_of:
+            return
+        own: dict[str, set[Box]] = {}
+        for p in self._stored.listed(flat):
+            own.setdefault(p.name, set()).add(p.view.box)
+        for member, boxes in own.items():
+            held: dict[str, set[Box]] = {}
+            for p in self._stored.pieces(self._stored.kind_of[flat], member):
+                held.setdefault(p.flat, set()).add(p.view.box)
+            self._pieces_used |= {(other, member) for other, theirs in held.items() if theirs <= boxes}
+
     # ---- a named tensor ----------------------------------------------------------------------------------------------
 
     def _to_named(self, name: str, stored: str) -> Route | None:
@@ -171,23 +194,31 @@ class Routes:
         pieces = self._stored.pieces("parameter", stored)
         state = state_name(stored)
         if not pieces and state is not None:
-            pieces = self._state_pieces(name, state)
-        return self._woven(name, pieces) if pieces else None
+            pieces = self._state_pieces(name, stored, state)
+        return self._woven(name, stored, pieces) if pieces else None
 
-    def _state_pieces(self, name: str, state: StateName) -> list[Piece]:
-        members = self._stored.of_state(state)
-        if len(members) > 1:
-            raise _ambiguous(name, state.parameter, members)
-        return self._stored.pieces(state.kind, members[0]) if members else []
+    def _state_pieces(self, name: str, stored: str, state: StateName) -> list[Piece]:
+        known = dict.fromkeys(self.manifest.aliases.get(n, n) for n in self._parameters.called(state.parameter))
+        found = {n: pieces for n in known if (pieces := self._stored.pieces(state.kind, n))}
+        if not found:
+            return []
+        near = {n: max(_common(stored, p.flat) for p in pieces) for n, pieces in found.items()}
+        best = [n for n in near if near[n] == max(near.values())]
+        if len(best) > 1:
+            raise _ambiguous(name, state.parameter, best)
+        return found[best[0]]
 
-    def _woven(self, name: str, pieces: Sequence[Piece]) -> Route:
-        """Return the way through pieces of flat tensors; what several groups hold is read from the nearest by name."""
+    def _woven(self, name: str, stored: str, pieces: Sequence[Piece], wanted: Box | None = None) -> Route:
+        """Return the way through pieces of flat tensors; what several hold is read from the nearest to `stored`.
+
+        Pieces that have nothing of the `wanted` box do not count as used.
+        """
         shapes = {p.shape for p in pieces}
         dtypes = {self.manifest.tensors[p.flat].dtype for p in pieces}
         if len(shapes) > 1 or len(dtypes) > 1:
             found = f"shapes {sorted(shapes)}, dtypes {sorted(dtypes)}"
             raise _unlike(name, "flat groups hold pieces of it that do not go together", found)
-        nearest = sorted(pieces, key=lambda p: -_common(name, p.flat))
+        nearest = sorted(pieces, key=lambda p: -_common(stored, p.flat))
         by_box: dict[Box, Piece] = {}
         for p in nearest:
             if not p.view.box.empty:
@@ -196,30 +227,32 @@ class Routes:
         if not (Box.whole(shape).empty and not by_box) and not tiled(Box.whole(shape), list(by_box)):
             held = f"{sum(b.numel for b in by_box)} of {prod(shape)} elements in {len(by_box)} pieces"
             raise _unlike(name, "the flat groups do not hold all of it, or overlap", held)
-        self._pieces_used |= {(p.flat, p.name) for p in pieces}
+        used = (p for p in pieces if wanted is None or p.view.box.empty or intersect(p.view.box, wanted) is not None)
+        self._pieces_used |= {(p.flat, p.name) for p in used}
         strands = tuple(Strand(p.flat, p.view.box, p.view) for p in by_box.values())
         sources = tuple(dict.fromkeys(s.source for s in strands))
         return Route(dtypes.pop(), shape, strands, (), sources)
 
     # ---- a flat tensor -----------------------------------------------------------------------------------------------
 
-    def _to_flat(self, name: str) -> Route | None:
+    def _to_flat(self, name: str, stored: str) -> Route | None:
         """Return the way to a wanted flat tensor, member by member; None where the checkpoint has none of them."""
-        kind = self._wanted.kind_of[name]
+        kind = self._stored.kind_of.get(stored, self._wanted.kind_of[name])  # a map may say another one
         group = self._wanted.group_of[name]
         lands: list[tuple[View, tuple[Strand, ...]]] = []
         absent: list[str] = []
-        dtypes: set[str] = set()
+        dtypes: set[str] = set()  # of all that was found, of another shape or not
         for p in self._wanted.listed(name):
-            route = self._member(name, p, kind)
-            if p.view.box.empty:
+            route = self._member(name, stored, p, kind)
+            if route is None and p.view.box.empty:
                 continue
+            if route is not None:
+                dtypes.add(route.dtype)
             if route is None or route.shape != p.shape:
                 absent.append(p.name if route is None else f"{p.name} (stored as {list(route.shape)})")
                 continue
-            dtypes.add(route.dtype)
             lands.append((p.view, route.strands))
-        if not lands:
+        if not dtypes:
             return None
         if absent or len(dtypes) > 1:
             more = f" and {len(absent) - 5} more" if len(absent) > 5 else ""
@@ -228,30 +261,36 @@ class Routes:
         sources = tuple(dict.fromkeys(s.source for _, strands in lands for s in strands))
         return Route(dtypes.pop(), (group.numel,), (), tuple(lands), sources)
 
-    def _member(self, name: str, p: Piece, kind: str) -> Route | None:
+    def _member(self, name: str, near: str, p: Piece, kind: str) -> Route | None:
         """Return the way to the tensor that a wanted member is a piece of."""
         stored = self.names.of(p.name)
-        pieces = self._stored.pieces(kind, stored)
+        if stored != p.name:
+            self.renamed[p.name] = stored
+        alias = self.manifest.aliases.get(stored, stored)
+        pieces = self._stored.pieces(kind, stored) or self._stored.pieces(kind, alias)
         if pieces:
-            return self._woven(name, pieces)
+            return self._woven(name, near, pieces, p.view.box)
         found = self._named(stored, kind)
         if len(found) > 1:
-            found = sorted(found, key=lambda n: -_common(name, n))
-            if _common(name, found[0]) == _common(name, found[1]):
+            found = sorted(found, key=lambda n: -_common(near, n))
+            if _common(near, found[0]) == _common(near, found[1]):
                 raise _ambiguous(name, p.name, found)
         if not found:
             return None
         target = self.manifest.aliases.get(found[0], found[0])
         self._used |= {found[0], target}
-        entry = self.manifest.tensors[target]
-        return Route(entry.dtype, entry.shape or (), (Strand(target, Box.whole(entry.shape or ())),), (), (target,))
+        return _straight(self.manifest.tensors[target], target)
 
     def _named(self, member: str, kind: str) -> list[str]:
+        """Return the stored names of a member itself, or of a value of it: those whose path is nearest to its name."""
         if kind == "parameter":
             return [member] if member in self.manifest.tensors or member in self.manifest.aliases else []
-        last = member.replace("~1", "/").replace("~0", "~").rpartition("/")[2].rpartition(".")[2]
-        names = self._states.get((kind, last), ())
-        return [n for n in names if (s := state_name(n)) is not None and same_parameter(s.parameter, [member])]
+        near: dict[str, int] = {}
+        for key in tails(member):
+            for name, path in self._states.get((kind, key), ()):
+                if member in same_parameter(path, [*self._parameters.called(path), member]):
+                    near[name] = nearness(path, member)
+        return [n for n in near if near[n] == min(near.values())]
 
     # ---- account -----------------------------------------------------------------------------------------------------
 
@@ -288,11 +327,17 @@ def named(entries: Sequence[Entry], left: Sequence[bool]) -> Iterator[str]:
     """Yield the names of the entries that are left: a flat tensor by its own where all its members are."""
     used = {e.name for e, unused in zip(entries, left, strict=True) if not unused}
     names = (
-        e.name if e.name not in used else f"{e.name}: {e.member}"
+        e.name if e.member is None or e.name not in used else f"{e.name}: {e.member}"
         for e, unused in zip(entries, left, strict=True)
         if unused
     )
     yield from dict.fromkeys(names)
+
+
+def _straight(entry: TensorEntry, name: str) -> Route:
+    """Return the way to a tensor that is stored under a name of its own."""
+    shape = entry.shape or ()
+    return Route(entry.dtype, shape, (Strand(name, Box.whole(shape)),), (), (name,), entry.shape is None)
 
 
 def _common(a: str, b: str) -> int:

@@ -17,19 +17,26 @@ from ckptspec.format.manifest import Manifest
 from ckptspec.format.narrow import mesh_of
 from ckptspec.format.target import Target, of_manifest
 
+_RESIZE = "or resize other axes with --mesh"
+
 
 @dataclass(frozen=True)
 class Fixed:
-    """What of a world cannot follow another world size: the product of the axes that are not of kind data."""
+    """What of a world cannot follow another world size: the product of the axes that are not of kind data.
+
+    A mesh that has no axis of kind data does not follow at all.
+    """
 
     mesh: str
     ranks: int
+    follows: bool
 
 
 def fixed(manifest: Manifest) -> tuple[Fixed, ...]:
     """Return, for every mesh over all ranks, the ranks that one index of its data axes stands for."""
     whole = {n: m for n, m in manifest.meshes.items() if m.size == manifest.world_size}
-    return tuple(Fixed(n, prod(a.size for a in m.axes if a.kind != "data")) for n, m in whole.items())
+    others = {n: [a for a in m.axes if a.kind != "data"] for n, m in whole.items()}
+    return tuple(Fixed(n, prod(a.size for a in o), len(o) < len(whole[n].axes)) for n, o in others.items())
 
 
 def unit(manifest: Manifest) -> int:
@@ -44,25 +51,23 @@ def of_world(manifest: Manifest, world_size: int) -> Target:
     """
     if world_size == manifest.world_size:
         return of_manifest(manifest)
+    if world_size < 1:
+        raise PlanError("no world has this size", rule="R-TARGET", expected="1 or more ranks", found=str(world_size))
     _divides(manifest, world_size)
     meshes = {}
     for name, mesh in manifest.meshes.items():
         whole = mesh.size == manifest.world_size
-        meshes[name] = _follow(name, mesh, world_size) if whole else _remaining(name, mesh, world_size)
+        meshes[name] = _follow(mesh, world_size) if whole else _remaining(name, mesh, world_size)
     return _target(manifest, meshes, world_size)
 
 
 def of_axes(manifest: Manifest, sizes: Mapping[str, int]) -> Target:
     """Return the checkpoint's own layouts with the axes named in `sizes` at another size, as a target.
 
-    Raises PlanError [R-TARGET] when no mesh has an axis of a given name, and when the meshes do not agree on the ranks.
+    Raises PlanError [R-TARGET] when no mesh has an axis of a given name, when only one over some ranks has it,
+    and when the meshes do not agree on the ranks.
     """
-    known = {axis.name for mesh in manifest.meshes.values() for axis in mesh.axes}
-    for name in sizes:
-        if name not in known:
-            expected = "one of " + ", ".join(sorted(known)) if known else "none: the checkpoint has no mesh"
-            raise PlanError("no mesh of the checkpoint has this axis", rule="R-TARGET", expected=expected, found=name)
-    named = {n: _resized(m, sizes) for n, m in manifest.meshes.items() if any(a.name in sizes for a in m.axes)}
+    named = _named(manifest, sizes)
     totals = {named[n].size for n in named if manifest.meshes[n].size == manifest.world_size}
     if len(totals) > 1:
         found = ", ".join(map(str, sorted(totals)))
@@ -70,27 +75,52 @@ def of_axes(manifest: Manifest, sizes: Mapping[str, int]) -> Target:
     world = totals.pop() if totals else manifest.world_size
     meshes = {}
     for name, mesh in manifest.meshes.items():
-        if name in named and (mesh.size == manifest.world_size or named[name] == mesh):
+        if name in named and mesh.size == manifest.world_size:
             meshes[name] = named[name]
         elif mesh.size == manifest.world_size and world != manifest.world_size:
             _divides(manifest, world, only=name)
-            meshes[name] = _follow(name, mesh, world)
+            meshes[name] = _follow(mesh, world)
         else:
             meshes[name] = _remaining(name, mesh, world)
     return _target(manifest, meshes, world)
 
 
+def _named(manifest: Manifest, sizes: Mapping[str, int]) -> dict[str, Mesh]:
+    """Return the meshes that have one of the axes, resized."""
+    known = {axis.name for mesh in manifest.meshes.values() for axis in mesh.axes}
+    for name in sizes:
+        if name not in known:
+            expected = "one of " + ", ".join(sorted(known)) if known else "none: the checkpoint has no mesh"
+            raise PlanError("no mesh of the checkpoint has this axis", rule="R-TARGET", expected=expected, found=name)
+        if sizes[name] < 1:
+            message = f"axis {name!r} cannot have this size"
+            raise PlanError(message, rule="R-TARGET", expected="1 or more", found=str(sizes[name]))
+    named = {n: _resized(m, sizes) for n, m in manifest.meshes.items() if any(a.name in sizes for a in m.axes)}
+    followed = {a.name for n in named if manifest.meshes[n].size == manifest.world_size for a in named[n].axes}
+    for name, mesh in named.items():
+        alone = [a.name for a in mesh.axes if a.name in sizes and a.name not in followed]
+        if alone and mesh != manifest.meshes[name]:
+            message = f"mesh {name!r} is over some ranks, and nobody knows over which it would be at another size"
+            expected = f"{alone[0]} at its own size, or a target document that says which ranks"
+            raise PlanError(message, rule="R-TARGET", expected=expected, found=str(sizes[alone[0]]))
+    return named
+
+
 def _divides(manifest: Manifest, world: int, only: str | None = None) -> None:
-    bad = [f for f in fixed(manifest) if (only is None or f.mesh == only) and world % f.ranks]
+    found = f"{world} ranks"
+    concerned = [f for f in fixed(manifest) if only is None or f.mesh == only]
+    if stuck := [f.mesh for f in concerned if not f.follows]:
+        message = f"mesh {stuck[0]!r} has no axis of kind data that could follow"
+        expected = f"{manifest.world_size} ranks, as saved"
+        raise PlanError(message, rule="R-TARGET", expected=expected, found=found, advice=_RESIZE)
+    bad = [f for f in concerned if world % f.ranks]
     if not bad:
         return
     step = unit(manifest)
     near = [n for n in (world // step * step, (world // step + 1) * step) if n]
     message = f"the axes of mesh {bad[0].mesh!r} that are not of kind data need a multiple of {bad[0].ranks} ranks"
     expected = f"{' or '.join(map(str, near))}, the nearest world sizes that work (multiples of {step})"
-    raise PlanError(
-        message, rule="R-TARGET", expected=expected, found=f"{world} ranks", advice="or resize other axes with --mesh"
-    )
+    raise PlanError(message, rule="R-TARGET", expected=expected, found=found, advice=_RESIZE)
 
 
 def _resized(mesh: Mesh, sizes: Mapping[str, int]) -> Mesh:
@@ -98,15 +128,10 @@ def _resized(mesh: Mesh, sizes: Mapping[str, int]) -> Mesh:
     return mesh if axes == mesh.axes else replace(mesh, axes=axes, ranks=None)
 
 
-def _follow(name: str, mesh: Mesh, world: int) -> Mesh:
+def _follow(mesh: Mesh, world: int) -> Mesh:
     """Return a mesh over all ranks at another world size: one data axis changes, or all become the last of them."""
     data = [i for i, a in enumerate(mesh.axes) if a.kind == "data"]
     total = world // prod(a.size for a in mesh.axes if a.kind != "data")
-    if not data:
-        if total == 1:
-            return mesh
-        expected = f"{mesh.size} ranks: no axis of kind data could take more"
-        raise PlanError(f"mesh {name!r} cannot follow", rule="R-TARGET", expected=expected, found=f"{world} ranks")
     sizes = [a.size for a in mesh.axes]
     for i in data:
         others = prod(sizes[j] for j in data if j != i)

@@ -1,67 +1,38 @@
-"""Owns the public verbs for torch states: save and load, and what this process remembers of a run between them."""
+"""Owns the public verbs for torch states: save and load."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from ckptspec.engine import save as engine_save
-from ckptspec.engine.pool import DEFAULT_BUDGET, shared_pool
+from ckptspec.engine.pool import DEFAULT_BUDGET
+from ckptspec.engine.snapshot import Snapshot
 from ckptspec.format.manifest import Manifest
 from ckptspec.format.pause import collector_paused
+from ckptspec.plan.renames import renames
 from ckptspec.pytorch import group
-from ckptspec.pytorch.capture import HELD, REPLICATED, capture
+from ckptspec.pytorch.capture import REPLICATED
 from ckptspec.pytorch.compare import Cast
 from ckptspec.pytorch.declare import snapshot
 from ckptspec.pytorch.load import LoadResult, Options
 from ckptspec.pytorch.load import load as run_load
+from ckptspec.pytorch.match import KEPT, MAPPED, REFUSED
 from ckptspec.pytorch.materialize import Materialize
-from ckptspec.pytorch.select import listed
-
-_STARTED = time.monotonic()
+from ckptspec.pytorch.saving import SaveOptions, check_memory, check_names, commit, remember
 
 
-@dataclass(frozen=True)
-class _Known:
-    """The checkpoint this process last restored from or committed to a run, and when, on the process's clock."""
-
-    run_id: str
-    save_id: str
-    step: int
-    wall_clock_seconds: int
-    at: float
-
-
-_known: dict[str, _Known] = {}
-
-
-def _remember(run: str, m: Manifest) -> None:
-    _known[os.path.realpath(run)] = _Known(m.run_id, m.save_id, m.step, m.wall_clock_seconds or 0, time.monotonic())
-
-
-def _elapsed(known: _Known | None) -> int:
-    """Return the run's seconds of wall clock: what the last known checkpoint had, and the time since."""
-    if known is None:
-        return int(time.monotonic() - _STARTED)
-    return known.wall_clock_seconds + int(time.monotonic() - known.at)
-
-
-def _check(step: object, on_existing: str, scope: str, exclude: Sequence[str], memory: int) -> None:
-    """Raise ValueError for arguments that no save can have."""
-    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 53:
-        raise ValueError(f"step must be an integer from 0 to 2^53 - 1, not {step!r}")
-    if on_existing not in ("refuse", "supersede"):
-        raise ValueError(f'on_existing is "refuse" or "supersede", not {on_existing!r}')
-    if scope not in ("full", "partial") or (scope == "partial") != bool(exclude):
-        raise ValueError('scope is "full", or "partial" with the names to leave out in exclude=[...]')
-    shared_pool(memory)
+def _check_load(o: Options) -> None:
+    """Raise ValueError for arguments that no load can have."""
+    if o.missing not in ("error", "keep") or o.unexpected not in ("error", "ignore"):
+        raise ValueError('missing is "error" or "keep", unexpected is "error" or "ignore"')
+    check_names(only=o.only, skip=o.skip, cast=None if isinstance(o.cast, bool) else o.cast)
+    if not (o.materialize is None or callable(o.materialize) or isinstance(o.materialize, (str, torch.device))):
+        raise ValueError(f"materialize is a device, or a function that makes a real tensor, not {o.materialize!r}")
+    check_memory(o.memory)
 
 
 def save(
@@ -95,38 +66,19 @@ def save(
     SaveError on every rank naming the rank that failed, CommitUncertainError where nobody saw the outcome (SPEC section
     Commit).
     """
-    check = partial(_check, step, on_existing, scope, exclude, memory)
-    here = group.world()
-    if here.size == 1:
-        check()
-    folder = os.fspath(run)
-    known = _known.get(os.path.realpath(folder))
-    request = engine_save.Request(
-        step=step,
-        run_id=run_id or (known.run_id if known else None),
-        parent={"step": known.step, "save_id": known.save_id} if known else None,
-        copies=copies,
-        block=digest,
-        block_size=block_size,
-        on_existing=on_existing,
-        wall_clock_seconds=_elapsed(known),
-        producer={"name": "ckptspec", "version": version("ckptspec"), "torch": torch.__version__},
-        annotations=annotations or {},
-        whole=plain != HELD,
-        known_save=known.save_id if known and known.step == step else None,
+    options = SaveOptions(
+        plain, ties, scope, exclude, copies, on_existing, digest, block_size, run_id, annotations, memory, silence
     )
+    if group.world().size == 1:
+        options.check(step)
     channel = group.channel(silence)
 
-    def take() -> Any:
-        check()  # inside the attempt: what only one rank gets wrong must not leave the others waiting
-        return snapshot(
-            capture(state, rank=here.rank, world=here.size, plain=plain, ties=ties, exclude=listed(exclude))
-        )
+    def take() -> Snapshot:
+        options.check(step)  # inside the attempt: what only one rank gets wrong must not leave the others waiting
+        return snapshot(options.capture(state))
 
     with collector_paused():
-        manifest = engine_save.save(folder, take, request, channel, memory)
-    _remember(folder, manifest)
-    return manifest
+        return commit(os.fspath(run), take, options.request(step), channel, memory)
 
 
 def load(
@@ -140,21 +92,34 @@ def load(
     unexpected: str = "error",
     cast: Cast | None = None,
     materialize: Materialize | None = None,
+    names: Mapping[str, str] | None = None,
+    private: str = MAPPED,
+    process_group: dist.ProcessGroup | None = None,
     memory: int = DEFAULT_BUDGET,
     silence: float = group.DEFAULT_SILENCE,
 ) -> LoadResult:
     """Fill `into` in place from the checkpoint at `path` (a folder, its manifest.json, or a run: its newest), verified.
 
-    Every rank calls it; one rank's failure raises on all, and `into` is then undefined. Tensors keep their memory,
-    Python values are replaced in their containers, objects get theirs by load_state_dict, last. A fresh optimizer gets
-    its state without a step. Meta tensors are refused unless `materialize` gives them memory: a device, or a function
-    that makes a real tensor of a meta one. Names, dtypes and shapes must agree, unless `only` / `skip` (names,
-    prefixes or globs), missing="keep", unexpected="ignore" or `cast` (True, or names) say otherwise; every deviation is
-    in the result. Raises PlanError for what does not fit, IntegrityError naming file, tensor and byte range for damaged
-    bytes, NotCommittedError where there is no checkpoint.
+    Every rank calls it, on as many ranks and in whatever layout it likes; one rank's failure raises on all, and `into`
+    is then undefined. Tensors keep their memory, Python values are replaced in their containers, objects get theirs by
+    load_state_dict, last. A fresh optimizer gets its state without a step. Meta tensors are refused unless
+    `materialize` gives them memory: a device, or a function that makes a real tensor of a meta one. Names, dtypes and
+    shapes must agree, unless `only` / `skip` (names, prefixes or globs), missing="keep", unexpected="ignore", `cast`
+    (True, or names) or `names` ({"name here": "name in the checkpoint"}, each with at most one `*`) say otherwise;
+    every deviation is in the result. ZeRO's flat groups and optimizer state by parameter are read one as the other.
+    `exact` refuses another number of ranks and another layout. On another number of ranks, what is private to each rank
+    has no exact counterpart: private="map" takes that of the rank of the same number where there is one, "keep" leaves
+    it as it is, "error" refuses. With a `process_group` of all ranks that moves CPU tensors (gloo), each block is
+    read and verified by one rank alone, which sends the others what they need. Raises PlanError for what does not fit,
+    IntegrityError naming file, tensor and byte range for damaged bytes, NotCommittedError where there is no checkpoint.
     """
-    options = Options(exact, only, skip, missing, unexpected, cast, materialize, memory)
+    if private not in (MAPPED, KEPT, REFUSED):
+        raise ValueError(f'private is "map", "keep" or "error", not {private!r}')
+    options = Options(
+        exact, only, skip, missing, unexpected, cast, materialize, renames(names), private, process_group, memory
+    )
+    _check_load(options)
     with collector_paused():
         result, manifest = run_load(path, into, options, silence)
-    _remember(os.path.dirname(os.path.abspath(result.path)), manifest)
+    remember(os.path.dirname(os.path.abspath(result.path)), manifest)
     return result

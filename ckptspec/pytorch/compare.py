@@ -12,6 +12,7 @@ from ckptspec.format.box import Box
 from ckptspec.format.layout import BoxesLayout, Layout, MeshLayout
 from ckptspec.format.manifest import TensorEntry
 from ckptspec.format.placement import resolve
+from ckptspec.plan.routes import Route
 from ckptspec.pytorch.overlap import Filled
 from ckptspec.pytorch.record import Leaf
 from ckptspec.pytorch.select import listed, matches
@@ -21,44 +22,49 @@ _SHOWN = 20
 
 
 class Comparison:
-    """What the tensors of one rank's state have in common with those of a checkpoint; collects the casts it allows."""
+    """What the tensors of one rank's state have in common with those of a checkpoint; collects the casts it allows.
 
-    def __init__(self, opened: Opened, rank: int, cast: Cast | None) -> None:
+    With `exact` a tensor must be laid out as it was saved.
+    """
+
+    def __init__(self, opened: Opened, rank: int, cast: Cast | None, *, exact: bool) -> None:
         self.opened = opened
         self.manifest = opened.manifest
         self.rank = rank
         self.cast = cast
+        self.exact = exact
         self.casts: dict[str, tuple[str, str]] = {}
         self.filled = Filled()
         self.rows: dict[str, int] | None = None
 
-    def fault(self, name: str, target: str, leaf: Leaf) -> PlanError | None:
+    def fault(self, name: str, route: Route, leaf: Leaf) -> PlanError | None:
         """Return why a tensor of the state cannot take the one stored: dtype, shape, memory or layout."""
-        entry = self.manifest.tensors[target]
         where = Where(tensor=name, rank=self.rank)
-        if entry.dtype != leaf.entry.dtype:
+        if route.dtype != leaf.entry.dtype:
             if not self._may_cast(name):
                 advice = 'convert the state first, or pass cast=["name or glob"]'
-                return PlanError("dtypes differ", rule="R-DTYPE", where=where, expected=entry.dtype,
+                return PlanError("dtypes differ", rule="R-DTYPE", where=where, expected=route.dtype,
                                  found=leaf.entry.dtype, advice=advice)  # fmt: skip
-            self.casts[name] = (entry.dtype, leaf.entry.dtype)
-        return self._shapes(target, entry, leaf, where) or self._memory(name, target, leaf.tensor, where)
+            self.casts[name] = (route.dtype, leaf.entry.dtype)
+        return self._shapes(route, leaf, where) or self._memory(name, _target(name, route), leaf.tensor, where)
 
     def _may_cast(self, name: str) -> bool:
         return self.cast is True or (bool(self.cast) and matches(name, listed(self.cast)))  # type: ignore[arg-type]
 
-    def _shapes(self, target: str, entry: TensorEntry, leaf: Leaf, where: Where) -> PlanError | None:
-        shape = self._local_shape(target) if entry.shape is None else entry.shape
+    def _shapes(self, route: Route, leaf: Leaf, where: Where) -> PlanError | None:
+        entry = self.manifest.tensors[route.sources[0]] if route.sources else None
+        local = entry is not None and entry.shape is None
+        shape = self._local_shape(route.sources[0]) if local else route.shape
         found = tuple(leaf.tensor.shape) if leaf.entry.shape is None else leaf.entry.shape
         if shape != found:
             return PlanError("shapes differ", rule="R-SHAPE", where=where, expected=str(list(shape)),
                              found=str(list(found)))  # fmt: skip
-        if (entry.shape is None) != (leaf.entry.shape is None):
+        if local != (leaf.entry.shape is None):
             kinds = {True: "local: every rank its own", False: "shared by all ranks"}
-            return PlanError("layouts differ", rule="R-LAYOUT", where=where, expected=kinds[entry.shape is None],
+            return PlanError("layouts differ", rule="R-LAYOUT", where=where, expected=kinds[local],
                              found=kinds[leaf.entry.shape is None],
                              advice="wrap it in ckptspec.Local, or unwrap it, as it was saved")  # fmt: skip
-        return self._boxes(entry, leaf, where) if entry.shape is not None else None
+        return self._boxes(entry, leaf, where) if self.exact and entry is not None and not local else None
 
     def _local_shape(self, name: str) -> tuple[int, ...]:
         index = self.opened.document(self.rank).index
@@ -76,12 +82,12 @@ class Comparison:
         if held == here or (whole.empty and not here) or (here == (whole,) and unsplit(layout, whole)):
             return None
         return PlanError(
-            "layouts differ, and this release loads only the layout that was saved",
+            "layouts differ, and exact=True asks for the one that was saved",
             rule="R-LAYOUT",
             where=where,
             expected=f"layout {entry.layout!r}: boxes {[(b.offsets, b.sizes) for b in held]}",
             found=f"boxes {[(b.offsets, b.sizes) for b in here]}",
-            advice="build the state with the meshes and placements the checkpoint was saved with",
+            advice="build the state with the meshes and placements it was saved with, or load without exact=True",
         )
 
     def _memory(self, name: str, target: str, t: Tensor, where: Where) -> PlanError | None:
@@ -101,6 +107,14 @@ class Comparison:
             found="memory in common",
             advice="untie them before the load",
         )
+
+
+def _target(name: str, route: Route) -> str:
+    """Return what fills a tensor: two that are filled from the very same elements may share their memory."""
+    if len(route.sources) != 1 or route.lands:
+        return name
+    views = {s.view.start for s in route.strands if s.view is not None}  # of one flat tensor, each member its own
+    return f"{route.sources[0]}: {min(views)}" if views else route.sources[0]
 
 
 def unsplit(layout: Layout, whole: Box) -> bool:

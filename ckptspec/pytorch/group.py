@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -55,19 +57,35 @@ def _served_by_agent() -> bool:
 
 
 # The process group is kept beside its channel: a new group must never be taken for a dead one at the same address.
-_channels: dict[tuple[int, int, int], tuple[Any, Channel]] = {}
+_channels: dict[tuple[int, int, int, int], tuple[Any, Channel]] = {}
+_opening = threading.Lock()  # two threads that come at once open one channel
+
+
+def _forked() -> None:
+    """In a forked child: the thread that may have held the lock is not here, nor are the channels' own threads."""
+    global _opening
+    _opening = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def channel(silence: float = DEFAULT_SILENCE) -> Channel:
-    """Return this process's channel, opened at the first call and again when the process group is another one."""
+    """Return this process's channel, opened at the first call and again when the process group is another one.
+
+    Raises ValueError for a `silence` that is no positive number of seconds; it counts from the next save or load on.
+    """
+    if isinstance(silence, bool) or not isinstance(silence, (int, float)) or not 0 < silence < math.inf:
+        raise ValueError(f"silence must be a positive number of seconds, not {silence!r}")
     here = world()
     group = distributed_c10d._get_default_group() if dist.is_available() and dist.is_initialized() else None
-    key = (here.rank, here.size, id(group))
-    if key not in _channels:
-        store = LocalStore() if here.size == 1 else _store()
-        _channels.clear()
-        host = None if _served_by_agent() else 0
-        _channels[key] = group, Channel(store, here.rank, here.size, silence=silence, host=host)
-    found = _channels[key][1]
+    key = (os.getpid(), here.rank, here.size, id(group))
+    with _opening:
+        if key not in _channels:
+            store = LocalStore() if here.size == 1 else _store()
+            _channels.clear()
+            host = None if _served_by_agent() else 0
+            _channels[key] = group, Channel(store, here.rank, here.size, silence=silence, host=host)
+        found = _channels[key][1]
     found.silence = silence
     return found

@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgpack
-import torch
 
-from ckptspec.engine.channel import Attempt
+from ckptspec.engine.channel import Attempt, Channel
 from ckptspec.engine.documents import load_manifest
 from ckptspec.engine.fetch import Opened, fetch
-from ckptspec.engine.holding import Holding
+from ckptspec.engine.parcels import requests
 from ckptspec.engine.pool import DEFAULT_BUDGET, Pool, shared_pool
-from ckptspec.errors import CkptspecError, LoadError, PlanError, Where
+from ckptspec.errors import CkptspecError, IntegrityError, LoadError, PlanError, ShardError, Where
 from ckptspec.format import objects
-from ckptspec.format.box import Box
-from ckptspec.format.dtypes import dtype
 from ckptspec.format.manifest import Manifest
 from ckptspec.format.objects import TensorRef
-from ckptspec.plan.transfers import Need
+from ckptspec.plan.renames import Renames
+from ckptspec.plan.routes import Routes
+from ckptspec.plan.transfers import Locator
 from ckptspec.pytorch import group
-from ckptspec.pytorch.adapters.base import Adapter, Chosen, Saved
-from ckptspec.pytorch.capture import capture
+from ckptspec.pytorch.adapters.base import Adapter, Chosen
+from ckptspec.pytorch.census import everyone, unused_by_all
 from ckptspec.pytorch.compare import Cast, Comparison, together
-from ckptspec.pytorch.holding import TorchHolding
+from ckptspec.pytorch.exchange import ExchangeEnded, Peers, exchange
+from ckptspec.pytorch.match import MAPPED, Match, Terms, match
 from ckptspec.pytorch.materialize import Materialize, materialize
-from ckptspec.pytorch.record import Capture, Leaf
+from ckptspec.pytorch.record import Capture
 from ckptspec.pytorch.restore import below, settle
-from ckptspec.pytorch.select import Patterns, Selection, as_fine, asked_for, select
+from ckptspec.pytorch.select import Patterns, Selection, asked_for, select
 from ckptspec.pytorch.values import decode_value, encode_value
+from ckptspec.pytorch.wants import Want, clear_padding, wants
 
 UNDEFINED = "what was being loaded into is now undefined"
 
@@ -40,7 +41,9 @@ UNDEFINED = "what was being loaded into is now undefined"
 class LoadResult:
     """What a load did: step, folder, save id, payload bytes delivered here, and every deviation from an exact load.
 
-    `materialized` are the meta tensors that were given memory.
+    `materialized` are the meta tensors that were given memory, `renamed` the names that an explicit map led to.
+    `private` is what each rank has of its own, on another number of ranks: "mapped" from the rank of the same number,
+    or "kept" as it was. `recovered` says which shards could not be read, where another copy was.
     """
 
     step: int
@@ -52,6 +55,9 @@ class LoadResult:
     skipped: tuple[str, ...] = ()
     cast: Mapping[str, tuple[str, str]] | None = None
     materialized: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    private: Mapping[str, str] = field(default_factory=dict)
+    recovered: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,9 @@ class Options:
     unexpected: str = "error"
     cast: Cast | None = None
     materialize: Materialize | None = None
+    names: Renames = field(default_factory=Renames)
+    private: str = MAPPED
+    process_group: Any = None
     memory: int = DEFAULT_BUDGET
 
 
@@ -75,7 +84,12 @@ def load(path: str | os.PathLike[str], into: Any, options: Options, silence: flo
     the first byte was on its way.
     """
     channel = group.channel(silence)
-    attempt = channel.attempt(kind="load")
+    with channel.turn():
+        return _load(path, into, options, channel)
+
+
+def _load(path: str | os.PathLike[str], into: Any, options: Options, channel: Channel) -> tuple[LoadResult, Manifest]:
+    attempt = channel.attempt("load")
     job = None
     try:
         folder, manifest = _agree_on(path, attempt, channel.rank)
@@ -94,6 +108,7 @@ def load(path: str | os.PathLike[str], into: Any, options: Options, silence: flo
             _tell(e, begun)
             raise  # this rank's own fault keeps its own type
         theirs = LoadError(agreed.message, rank=agreed.rank, **agreed.details())
+        theirs.cause = agreed.cause
         _tell(theirs, begun)
         raise theirs from e
     except BaseException as e:
@@ -142,37 +157,27 @@ class _Load:
         self.into = into
         self.options = options
         self.rank, self.world = rank, world
+        self.terms = Terms(rank, world, asked_for(options.only, options.skip), options.names, options.private)
         self.pool: Pool = shared_pool(options.memory, manifest.block_size)
-        self.comparison = Comparison(self.opened, rank, options.cast)
+        self.comparison = Comparison(self.opened, rank, options.cast, exact=options.exact)
         self.begun = False  # whether something of `into` may have changed
 
     def run(self, attempt: Attempt) -> LoadResult:
         """Compare, then fill, then replace values and tell objects; returns what was done."""
-        self._same_world()
-        saved = self._saved()
-        stored = dict(objects.parts(saved.tree, reading=True))
-        o = self.options
-        real = materialize(self.into, o.materialize, saved.wanted, stored)
+        same_world = self.manifest.world_size == self.world
+        if self.options.exact and not same_world:
+            raise self._another_world()
+        real = materialize(self.into, self.options.materialize, self.terms.wanted, self._known())
         self.begun = bool(real)
-        captured = capture(self.into, rank=self.rank, world=self.world, tie=False, saved=saved)
-        here = dict(objects.parts(captured.tree))
-        stored, here = as_fine(stored, here), as_fine(here, stored)
-        self._same_kinds(stored, here, saved)
-        chosen = select(
-            tuple(here),
-            tuple(stored),
-            only=o.only,
-            skip=o.skip,
-            missing=o.missing,
-            unexpected=o.unexpected,
-            manifest=self.manifest,
-        )
-        self._replaceable(chosen, stored)
-        chosen = self._review(captured, chosen)
-        wants = self._wants(captured, chosen, stored)
+        found, left = self._match(attempt, same_world)
+        chosen = self._select(found, left)
+        self._replaceable(chosen, found.matched)
+        chosen = self._review(found.captured, chosen)
+        filling = self._wants(found, chosen)
         self.begun = True
-        nbytes = fetch(self.opened, wants, self.pool, prefer=self.rank, progress=attempt.progress)
-        self._finish(captured, chosen, stored)
+        recovered = [] if found.book.damage is None else [str(found.book.damage)]
+        nbytes = self._move(filling, found.book.own, attempt, recovered)
+        self._finish(found, chosen)
         return LoadResult(
             self.manifest.step,
             self.opened.folder,
@@ -183,6 +188,63 @@ class _Load:
             chosen.skipped,
             self.comparison.casts,
             real,
+            {n: s for n in chosen.names if (s := self.terms.names.of(n)) != n},
+            {**dict.fromkeys(found.mapped, "mapped"), **dict.fromkeys(found.kept, "kept")},
+            tuple(recovered),
+        )
+
+    def _another_world(self) -> PlanError:
+        return PlanError(
+            "the checkpoint was written by another number of ranks, and exact=True asks for the same",
+            rule="R-WORLD",
+            where=Where(self.opened.folder),
+            expected=f"{self.manifest.world_size} ranks",
+            found=f"{self.world} ranks",
+            advice=f"start the job with {self.manifest.world_size} ranks, or load without exact=True",
+        )
+
+    def _known(self) -> Callable[[str], bool]:
+        """Return what tells whether the checkpoint has a tensor of this name, in whatever form."""
+        routes = Routes(self.manifest, {}, self.options.names)
+        return lambda name: routes.find(name) is not None
+
+    # ---- what belongs together ---------------------------------------------------------------------------------------
+
+    def _match(self, attempt: Attempt, same_world: bool) -> tuple[Match, tuple[str, ...]]:
+        """Return the state beside the checkpoint, and what of that nobody asked for.
+
+        Where every rank finds just its own names in its own shard, that is all that is read; a rank that does not lets
+        all look at the whole checkpoint.
+        """
+        narrow = None
+        if same_world and not self.options.names:
+            narrow = self._narrow()
+        fits = narrow is not None and (self.options.exact or narrow.fits(self.terms.wanted))
+        if everyone(attempt, self.rank, self.world, "fits", fits):
+            assert narrow is not None
+            return narrow, tuple(n for n in narrow.stored if n not in narrow.here)
+        wide = match(self.opened, self.into, self.terms, wide=True)
+        return wide, wide.left(unused_by_all(attempt, self.rank, self.world, wide.unused()))
+
+    def _narrow(self) -> Match | None:
+        """Return the state beside this rank's own shard; None where that cannot be read and others have copies."""
+        try:
+            return match(self.opened, self.into, self.terms, wide=False)
+        except (IntegrityError, ShardError):
+            if self.manifest.copies < 2 or self.options.exact:
+                raise
+            return None
+
+    def _select(self, found: Match, left: tuple[str, ...]) -> Selection:
+        o, kept = self.options, frozenset(found.kept)
+        return select(
+            tuple(n for n in found.here if n not in kept),
+            (*(n for n in found.matched if n in found.here), *left),
+            only=o.only,
+            skip=o.skip,
+            missing=o.missing,
+            unexpected=o.unexpected,
+            manifest=self.manifest,
         )
 
     def _replaceable(self, chosen: Selection, stored: Mapping[str, Any]) -> None:
@@ -195,41 +257,6 @@ class _Load:
                 where=Where(tensor=values[0]),
                 advice="make the state a dict or a list, or leave the values out with skip=",
             )
-
-    def _same_world(self) -> None:
-        if self.manifest.world_size != self.world:
-            raise PlanError(
-                "the checkpoint was written by another number of ranks, which this release cannot load",
-                rule="R-WORLD",
-                where=Where(self.opened.folder),
-                expected=f"{self.manifest.world_size} ranks",
-                found=f"{self.world} ranks",
-                advice=f"start the job with {self.manifest.world_size} ranks",
-            )
-
-    def _saved(self) -> Saved:
-        """Return what objects need to know of the checkpoint."""
-        document = self.opened.document(self.rank)
-        wanted = asked_for(self.options.only, self.options.skip)
-        local = {
-            name: shape
-            for name, shape in zip(document.index.names, document.index.shapes, strict=True)
-            if name in self.manifest.tensors and self.manifest.tensors[name].shape is None
-        }
-        return Saved(self.manifest, document.state, local, wanted)
-
-    def _same_kinds(self, stored: Mapping[str, Any], here: Mapping[str, Any], saved: Saved) -> None:
-        for name in stored.keys() & here.keys():
-            tensor = isinstance(stored[name], TensorRef), isinstance(here[name], TensorRef)
-            if tensor[0] != tensor[1] and saved.wanted(name):
-                kinds = ["a tensor" if t else "a Python value" for t in tensor]
-                raise PlanError(
-                    "the checkpoint and the state hold different kinds of value here",
-                    rule="R-NAME",
-                    where=Where(tensor=name),
-                    expected=f"{kinds[0]} as in the checkpoint",
-                    found=kinds[1],
-                )
 
     def _review(self, captured: Capture, chosen: Selection) -> Selection:
         """Let every object see what it is about to get; returns the selection with the deviations they noted."""
@@ -247,40 +274,58 @@ class _Load:
             raise together(faults)
         return replace(chosen, missing=tuple(missing), unexpected=tuple(unexpected))
 
-    def _wants(self, captured: Capture, chosen: Selection, stored: Mapping[str, Any]) -> list[tuple[Need, Holding]]:
+    # ---- filling -----------------------------------------------------------------------------------------------------
+
+    def _wants(self, found: Match, chosen: Selection) -> list[Want]:
         faults: list[PlanError] = []
-        wants: list[tuple[Need, Holding]] = []
+        filling: list[Want] = []
         for name in chosen.names:
-            if not isinstance(stored[name], TensorRef):
+            if not isinstance(found.matched[name], TensorRef):
                 continue
-            leaf = captured.leaves[name]
-            target = stored[name].name
-            fault = self.comparison.fault(name, target, leaf)
+            leaf, route = found.captured.leaves[name], found.route(name)
+            fault = self.comparison.fault(name, route, leaf)
             if fault is not None:
                 faults.append(fault)
             else:
-                wants += self._needs(target, leaf)
+                filling += wants(route, leaf, self.rank, local=leaf.entry.shape is None)
         if faults:
             raise together(faults)
-        return wants
+        return filling
 
-    def _needs(self, target: str, leaf: Leaf) -> list[tuple[Need, Holding]]:
-        entry = self.manifest.tensors[target]
-        boxes = leaf.boxes if leaf.reads is None else leaf.reads
-        holding = TorchHolding(leaf.tensor, boxes, getattr(torch, dtype(entry.dtype).name))
-        if entry.shape is None:
-            return [(Need(target, Box.whole(leaf.tensor.shape), self.rank), holding)]
-        return [(Need(target, box), holding) for box in boxes if not box.empty]
+    def _move(self, filling: list[Want], own: bool, attempt: Attempt, recovered: list[str]) -> int:
+        """Fill everything: by exchange where a process group is given and any rank needs another's shard."""
+        if self.options.process_group is not None and self.world > 1:
+            at_home = all(r.source == self.rank for r in requests(filling, Locator(self.manifest, self.rank)))
+            if not everyone(attempt, self.rank, self.world, "home", at_home):
+                peers = Peers(self.options.process_group, attempt)
+                try:
+                    return exchange(self.opened, filling, peers, self.pool, self.rank)
+                except ExchangeEnded as e:
+                    if self.manifest.copies < 2:
+                        if isinstance(e.error, LoadError):
+                            everyone(attempt, self.rank, self.world, "exchanged", False)  # the rank at fault says why
+                        raise e.error from None
+                    recovered.append(str(e.error))  # now each rank reads for itself, from other copies where it must
+        return fetch(
+            self.opened,
+            filling,
+            self.pool,
+            prefer=self.rank if own else None,
+            progress=attempt.progress,
+            recovered=recovered,
+        )
 
-    def _finish(self, captured: Capture, chosen: Selection, stored: Mapping[str, Any]) -> None:
+    def _finish(self, found: Match, chosen: Selection) -> None:
         """Zero what is padding, put this rank's Python values in their containers, and tell the objects."""
         for name in chosen.names:
-            leaf = captured.leaves.get(name)
+            leaf = found.captured.leaves.get(name)
             if leaf is not None and leaf.padding is not None:
                 leaf.padding.zero_()  # padding is not state
+            if leaf is not None and isinstance(found.matched[name], TensorRef):
+                clear_padding(found.route(name), leaf)
         values = {
-            name: objects.unpack(objects.pack(stored[name], encode=encode_value), decode=decode_value)
+            name: objects.unpack(objects.pack(found.matched[name], encode=encode_value), decode=decode_value)
             for name in chosen.names
-            if not isinstance(stored[name], TensorRef)
+            if not isinstance(found.matched[name], TensorRef)
         }
-        settle(self.into, captured.opened, values, frozenset(chosen.names))
+        settle(self.into, found.captured.opened, values, frozenset(chosen.names))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Union
 
@@ -21,7 +21,7 @@ _FULLY_SHARD = {"torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule": T
 
 
 def materialize(
-    state: Any, how: Materialize | None, wanted: Callable[[str], bool], stored: Collection[str]
+    state: Any, how: Materialize | None, wanted: Callable[[str], bool], stored: Callable[[str], bool]
 ) -> tuple[str, ...]:
     """Replace the meta tensors of a state that are to be loaded by real ones, not yet filled, and return their names.
 
@@ -38,7 +38,7 @@ def materialize(
             where=Where(tensor=next(iter(found))),
             advice='pass materialize="cpu", another device, or a function that makes a real tensor of a meta one',
         )
-    absent = [name for name in found if name not in stored]
+    absent = [name for name in found if not stored(name)]
     if absent:
         message = f"meta tensors that are not in the checkpoint: {_list(absent)}"
         advice = "give them values before the load"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from ckptspec.errors import PlanError
 from ckptspec.format.manifest import Manifest
 from ckptspec.format.names import escape
+from ckptspec.format.patterns import Patterns as Patterns
+from ckptspec.format.patterns import asked_for as asked_for
+from ckptspec.format.patterns import listed as listed
+from ckptspec.format.patterns import matches as matches
 
-Patterns = Iterable[str] | None
 SHOWN = 40
 
 
@@ -23,24 +25,6 @@ class Selection:
     skipped: tuple[str, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
-
-
-def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Tell whether a name is one of the patterns, below one of them, or matched by one as a glob."""
-    return any(name == p or name.startswith(p + "/") or fnmatchcase(name, p) for p in patterns)
-
-
-def listed(patterns: Iterable[str]) -> tuple[str, ...]:
-    """Return patterns as a tuple; a single text is one pattern, not its letters."""
-    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
-
-
-def asked_for(only: Patterns, skip: Patterns) -> Callable[[str], bool]:
-    """Return what tells whether a name is to be loaded."""
-    chosen, dropped = listed(only) if only is not None else None, listed(skip or ())
-    if chosen is None and not dropped:
-        return lambda name: True
-    return lambda name: (chosen is None or matches(name, chosen)) and not matches(name, dropped)
 
 
 def select(

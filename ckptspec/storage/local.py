@@ -41,11 +41,23 @@ def create(path: str, nbytes: int = 0) -> int:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         if nbytes:
-            preallocate(fd, nbytes)
+            with naming(path):
+                preallocate(fd, nbytes)
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+@contextlib.contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Give an OSError of a descriptor's file the file's name, which the kernel did not know."""
+    try:
+        yield
+    except OSError as e:
+        if e.filename is None:
+            e.filename = path
+        raise
 
 
 def open_read(path: str) -> int:
@@ -92,12 +104,13 @@ def finish(fd: int) -> None:
 def write_file(path: str, data: Buffer) -> None:
     """Create `path` with these bytes, durably; it must not exist [P-EXCL] [P-FSYNC]."""
     fd = create(path)
-    try:
-        write_at(fd, data, 0)
-    except BaseException:
-        os.close(fd)
-        raise
-    finish(fd)
+    with naming(path):
+        try:
+            write_at(fd, data, 0)
+        except BaseException:
+            os.close(fd)
+            raise
+        finish(fd)
 
 
 def read_file(path: str, limit: int) -> bytes:
@@ -127,7 +140,8 @@ def regular_size(path: str) -> int | None:
 
 def fsync_folder(path: str) -> None:
     """Make the names in a folder durable: what was created, renamed or removed in it; the flush is tried once."""
-    finish(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+    with naming(path):
+        finish(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
 
 def make_folder(path: str) -> None:

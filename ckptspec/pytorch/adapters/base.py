@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptspec.errors import PlanError, Where
-from ckptspec.format.manifest import Manifest
+from ckptspec.format.manifest import Manifest, TensorEntry
 from ckptspec.format.names import escape, split
+from ckptspec.format.objects import TensorRef
+from ckptspec.plan.routes import Routes
 
 ABSENT: Any = object()  # stands for "nothing here": None is a value
 
@@ -18,15 +20,42 @@ PIECES, MODULES, OPTIMIZERS, OBJECTS, GENERATORS = range(5)
 
 @dataclass(frozen=True)
 class Saved:
-    """What a load reads from: the manifest, this rank's state tree, shapes of its local tensors, and what is asked for.
+    """What a load reads from: the manifest, a state tree, shapes of this rank's local tensors, and what is asked for.
 
-    `wanted` tells whether a name is to be loaded.
+    `wanted` tells whether a name is to be loaded. `routes`, on another layout than the one saved, lead to tensors that
+    the checkpoint has in another form.
     """
 
     manifest: Manifest
     tree: Any
     shapes: Mapping[str, tuple[int, ...]]
     wanted: Callable[[str], bool]
+    routes: Routes | None = None
+
+    def entry(self, name: str) -> TensorEntry:
+        """Return the entry of a stored tensor, or of one that a route leads to; that one has no layout."""
+        found = self.manifest.tensors.get(name)
+        if found is None and self.routes is not None:
+            route = self.routes.find(name)
+            if route is not None:
+                return TensorEntry(route.dtype, route.shape, "")
+        return self.manifest.tensors[name] if found is None else found
+
+    def elsewhere(self, kept: Any) -> bool:
+        """Tell whether more of a subtree than `kept` may be found under other names, or in flat groups."""
+        return self.routes is not None and (kept is ABSENT or bool(self.routes.names))
+
+    def derived(self, name: str, keeps: Callable[[str], bool]) -> Mapping[str, TensorRef]:
+        """Return what flat groups, or a map of names, hold of the subtree at `name`, one level deep, by its keys.
+
+        Those that `keeps` refuses are left out; where none is wanted, all are.
+        """
+        if self.routes is None:
+            return {}
+        places = {k: f"{name}/{escape(k)}" for k in self.routes.kinds if keeps(k)}
+        if not any(map(self.wanted, places.values())):
+            return {}
+        return {k: TensorRef(n) for k, n in places.items() if self.routes.find(n) is not None}
 
     def below(self, name: str) -> Any:
         """Return the subtree at a name, ABSENT where the checkpoint has none."""

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import empty as empty_dtensor
 
 from ckptspec.errors import PlanError
-from ckptspec.format.layout import MeshLayout
-from ckptspec.format.manifest import Manifest
+from ckptspec.format.layout import Layout, MeshLayout
 from ckptspec.format.names import escape
 from ckptspec.pytorch.adapters.base import ABSENT, OPTIMIZERS, Adapter, Chosen, Context, misfit
+from ckptspec.pytorch.adapters.keys import keys_of
 from ckptspec.pytorch.adapters.template import Template
 from ckptspec.pytorch.layouts import WORLD
 from ckptspec.pytorch.pieces import assemble
@@ -42,6 +42,7 @@ class OptimizerAdapter(Adapter):
         parameters: Sequence[Tensor] | None = None,
     ) -> None:
         self._context = context
+        self._keys = keys_of(type(getattr(value, "optim", value)))  # ZeRO keeps what the optimizer inside it does
         self._groups: Sequence[Group] = value.param_groups
         everything = [p for g in self._groups for p in g["params"]]
         self._names = context.parameters(everything, context.name)
@@ -71,10 +72,33 @@ class OptimizerAdapter(Adapter):
         for name, p in self._own.items():
             live = dict(self._state.get(p) or {})
             kept = saved.get(name, ABSENT) if isinstance(saved, dict) else ABSENT
+            if self._context.saved is not None and self._context.saved.elsewhere(kept):
+                kept = self._derived(name, live, kept)
             state = live if kept is ABSENT else self._template(name, p, live, kept)
             if state:
                 states[name] = state
         return states
+
+    def _derived(self, name: str, live: Mapping[str, Any], kept: Any) -> Any:
+        """Return what there is of one parameter, with what ZeRO's flat groups, or a map of names, lead to.
+
+        What the optimizer does not keep of a parameter, such as a master copy, it does not get. Raises PlanError for a
+        part without which no step could be taken.
+        """
+        assert self._context.saved is not None
+        place = self._context.join("state", name)
+        found = self._context.saved.derived(place, lambda key: self._keys is None or key in self._keys or key in live)
+        if not found:
+            return kept
+        whole = {**found, **kept} if isinstance(kept, dict) else found
+        if "step" in (self._keys or ()) and "step" not in whole and "step" not in live:
+            raise misfit(
+                place,
+                "the flat groups hold no `step` for this parameter, and the optimizer needs one",
+                found=", ".join(whole),
+                advice=f'say which tensor counts the steps: names={{"{self._context.join("state")}/*/step": ...}}',
+            )
+        return whole
 
     # ---- loading -----------------------------------------------------------------------------------------------------
 
@@ -85,11 +109,14 @@ class OptimizerAdapter(Adapter):
         """
         context = self._context
         assert context.saved is not None
-        m = context.saved.manifest
+        source = context.saved
         rule = device_rule(p, self._group_of[id(p)])
 
         def make(where: str, target: str, kind: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-            return new_state(p, m, target, kind, shape, rule(where))
+            layout = source.manifest.layouts.get(source.entry(target).layout)
+            if shape == tuple(p.shape) and (shape or not where.endswith("/step")):
+                layout = None  # whatever the one saved, the parameter's own is the right one
+            return new_state(p, layout, kind, shape, rule(where))
 
         place = context.join("state", name)
         template = Template(context.saved, make)
@@ -107,7 +134,7 @@ class OptimizerAdapter(Adapter):
         saved = self._context.found
         if not any(n == place or n.startswith(place + "/") for n in chosen.names) or not isinstance(saved, dict):
             return
-        groups = saved["param_groups"]
+        groups = saved.get("param_groups", ())
         if len(groups) != len(self._groups):
             advice = f"skip={[place]!r} keeps the groups as they are"
             yield misfit(place, "another number of parameter groups", expected=str(len(groups)),
@@ -161,22 +188,22 @@ def device_rule(p: Tensor, group: Mapping[str, Any]) -> Callable[[str], torch.de
 
 
 def new_state(
-    p: Tensor, m: Manifest, target: str, kind: torch.dtype, shape: tuple[int, ...], device: torch.device
+    p: Tensor, layout: Layout | None, kind: torch.dtype, shape: tuple[int, ...], device: torch.device
 ) -> Tensor:
     """Return new memory for one value of a parameter's state, laid out as the parameter is where it can be.
 
     A value of a DTensor's shape has the DTensor's mesh and placements; one of another shape that was saved in parts is
-    laid out over that mesh by the same axes; what was saved plain is plain.
+    laid out over that mesh by the same axes; what was saved plain is plain. `layout` is the one saved, None where it
+    says nothing of the one wanted.
     """
-    entry = m.tensors[target]
-    layout = m.layouts[entry.layout]
-    if isinstance(p, DTensor) and isinstance(layout, MeshLayout) and not _plain(layout):
+    if isinstance(p, DTensor) and (layout is None or (isinstance(layout, MeshLayout) and not _plain(layout))):
         if shape == tuple(p.shape):
             local = torch.empty_like(p.to_local().detach(), dtype=kind)
             return DTensor.from_local(
                 local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
             )
-        return _over_mesh(p, layout, kind, shape)
+        if layout is not None:
+            return _over_mesh(p, layout, kind, shape)
     if shape == tuple(p.shape) and not isinstance(p, DTensor):
         return torch.empty_like(p.detach(), dtype=kind, device=device)
     return torch.empty(shape, dtype=kind, device=device)

@@ -65,7 +65,7 @@ class Template:
         return wanted
 
     def _new(self, name: str, target: str) -> Tensor:
-        entry = self._saved.manifest.tensors[target]
+        entry = self._saved.entry(target)
         shape = self._saved.shapes.get(target, ()) if entry.shape is None else entry.shape
         return self._make(name, target, getattr(torch, dtype(entry.dtype).name), shape)
 

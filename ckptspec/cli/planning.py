@@ -1,0 +1,119 @@
+"""Owns `ckptspec plan`: options in, a plan or its transfers out, in lines or JSON; works nothing out itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+
+import click
+
+from ckptspec.cli import targets
+from ckptspec.cli.output import plain_path, say, say_json, say_raw
+from ckptspec.cli.render import count, size, verdict_line
+from ckptspec.engine.documents import load_manifest
+from ckptspec.engine.planning import judged
+from ckptspec.plan import renames
+from ckptspec.plan.planned import Columns, Plan
+from ckptspec.plan.plans import transfers
+from ckptspec.plan.renames import Renames
+
+_file = click.Path(readable=False)
+HEADER = ("tensor", "source", "rank", "source rank", "offsets", "sizes", "elements")
+
+
+@click.command("plan")
+@click.argument("path", type=_file)
+@targets.options(
+    target="Plan for this target document.",
+    world_size="Plan for N ranks.",
+    mesh="Plan for its own axes at these sizes.",
+)
+@click.option(
+    "--map", "mapping", type=_file, metavar="FILE", help='{"wanted name": "name in the checkpoint"}, as JSON.'
+)
+@click.option("--transfers", "moves", is_flag=True, help="Print every transfer, and nothing else.")
+@click.option("--rank", type=click.IntRange(0), metavar="N", help="With --transfers: those to rank N.")
+@click.option("--output", type=_file, metavar="FILE", help="Write the plan, as JSON, for reshard --plan.")
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+def command(
+    path: str,
+    file: str | None,
+    world_size: int | None,
+    mesh: str | None,
+    mapping: str | None,
+    moves: bool,
+    rank: int | None,
+    output: str | None,
+    form: str,
+) -> int:
+    """Say what it takes to load the checkpoint at PATH on other ranks or layouts: what is lost, read and opened.
+
+    Exit code 0: all that the target asks for can be had; 1: not all. Transfers are tab-separated columns or, as JSON,
+    one object of columns a line.
+    """
+    wanted = targets.wanted(file, world_size, mesh)
+    if not wanted:
+        raise click.UsageError("give one of --target, --world-size and --mesh")
+    if rank is not None and not moves:
+        raise click.UsageError("--rank is of --transfers")
+    if moves and output is not None:
+        raise click.UsageError("--output is of the plan, not of its transfers")
+    folder, manifest = load_manifest(path)
+    target, names = wanted.target(manifest), Renames() if mapping is None else _read_map(mapping)
+    assert target is not None
+    if moves:
+        for text in _printed(transfers(manifest, target, names, rank=rank), form):
+            say_raw(text)
+        return 0
+    made = judged(manifest, target, names)
+    if output is not None:
+        with open(output, "w", encoding="utf-8") as f:
+            json.dump(made.document(), f, indent=1)
+            f.write("\n")
+    if form == "json":
+        say_json(made.document())
+    else:
+        say(*lines(plain_path(folder), made))
+    return 0 if made.possible else 1
+
+
+def _read_map(file: str) -> Renames:
+    with open(file, "rb") as f:
+        return renames.parse(f.read(renames.SIZE_LIMIT + 1), file=file)
+
+
+def _printed(found: Iterator[Columns], form: str) -> Iterator[str]:
+    """Yield transfers as text, some at a time."""
+    if form == "json":
+        for columns in found:
+            yield json.dumps(dict(vars(columns))) + "\n"
+        return
+    yield "\t".join(HEADER) + "\n"
+    for columns in found:
+        names = "\t".join(json.dumps(name, ensure_ascii=False)[1:-1] for name in (columns.tensor, columns.source))
+        rows = zip(columns.rank, columns.source_rank, columns.offsets, columns.sizes, columns.elements, strict=True)
+        for rank, source, offsets, sizes, elements in rows:
+            boxes = "\t".join(",".join(map(str, box)) for box in (offsets, sizes))
+            yield f"{names}\t{rank}\t{source}\t{boxes}\t{elements}\n"
+
+
+def lines(folder: str, made: Plan) -> Iterator[str]:
+    """Yield the lines of a plan for people."""
+    source, totals, ranks = made.source, made.totals, made.ranks
+    yield f"{folder}: step {source.step}, {count(source.world_size, 'rank')} to {made.target.world_size}"
+    for verdict in made.verdicts:
+        yield verdict_line(verdict)
+    stored = f"{size(totals.payload_bytes)} that ranks share are stored"
+    without = f"{size(totals.bytes_read)} are read, {totals.read_amplification:.3g} times as many"
+    exchanged = f"{size(totals.bytes_read_once)} with exchange ({totals.read_amplification_with_exchange:.3g})"
+    yield f"bytes: {stored}; {without}; {exchanged}"
+    yield f"a rank gets {_range(ranks.bytes_delivered, size)}, reads {_range(ranks.bytes_read, size)}, opens " + (
+        f"{_range(ranks.shards_opened)} shards in {_range(ranks.transfers)} transfers; {totals.transfers:,} in all"
+    )
+    yield f"peak memory: about {size(totals.peak_memory)} in the fullest rank"
+    yield f"transfers: {made.transfers_digest}"
+
+
+def _range(column: Sequence[int], text: Callable[[int], str] = "{:,}".format) -> str:
+    least, most = text(min(column)), text(max(column))
+    return least if least == most else f"{least} to {most}"

@@ -1,0 +1,54 @@
+"""Owns what is read of stored pieces, as columns: bytes in whole blocks, none twice by one rank; reads nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from ckptspec.format.box import CHUNK_LIMIT, Box, iter_pieces
+from ckptspec.plan.columns import Ints, ints, numels, united
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Bytes [low, high) of stored pieces that destination ranks read: whole blocks, none twice by one rank."""
+
+    rank: Ints
+    piece: Ints
+    low: Ints
+    high: Ints
+
+    @classmethod
+    def union(cls, several: Sequence[Reads]) -> Reads:
+        """Return all that is read in any of several, each byte of a rank once."""
+        rank, piece, low, high = (
+            np.concatenate(column) for column in zip(*(vars(r).values() for r in several), strict=True)
+        )
+        (rank, piece), low, high = united([rank, piece], low, high)
+        return cls(rank, piece, low, high)
+
+
+def whole_blocks(start: Ints, stop: Ints, sizes: Ints, itemsize: int, block: int) -> tuple[Ints, Ints]:
+    """Return bytes [start, stop) of pieces widened to whole blocks; those of each chunk of a piece begin anew."""
+    nbytes = numels(sizes) * itemsize
+    low, high = start // block * block, np.minimum(-(-stop // block) * block, nbytes)
+    large = np.flatnonzero(nbytes > CHUNK_LIMIT)
+    for piece in np.unique(sizes[large], axis=0) if len(large) else ():
+        rows = large[(sizes[large] == piece).all(axis=1)]
+        ends = _chunk_ends(tuple(map(int, piece)), itemsize)
+        begin = ends[np.searchsorted(ends, start[rows], "right") - 1]
+        low[rows] = begin + (start[rows] - begin) // block * block
+        after = np.searchsorted(ends, stop[rows], "left")
+        begin = ends[after - 1]
+        high[rows] = np.minimum(begin - (begin - stop[rows]) // block * block, ends[after])
+    return low, high
+
+
+@cache
+def _chunk_ends(sizes: tuple[int, ...], itemsize: int) -> Ints:
+    """Return the bytes of a piece at which its chunks begin, and its length [S-CHUNK]."""
+    lengths = [box.numel * itemsize for box in iter_pieces(Box.whole(sizes), itemsize)]
+    return ints([0, *np.cumsum(lengths)])

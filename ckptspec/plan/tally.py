@@ -1,0 +1,134 @@
+"""Owns the sums over all transfers of a plan: what each rank reads, gets and opens, and the digest of the transfers.
+
+Ranks are taken some at a time, so that memory is bounded however many there are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ckptspec.plan.book import Book
+from ckptspec.plan.columns import Ints, ints, order, united
+from ckptspec.plan.lanes import Leaf, Transfers
+from ckptspec.plan.reads import Reads
+
+RANKS = 2048  # destination ranks taken at once
+MARKS = 1 << 26  # and for them so many pairs of ranks, at most
+
+
+@dataclass
+class Tally:
+    """Sums by destination rank; bytes of whole blocks for what is read."""
+
+    delivered: Ints
+    read: Ints
+    transfers: Ints
+    shards: Ints
+    read_once: int = 0
+    digest: str = ""
+
+
+@dataclass
+class _Sums:
+    """What is kept from one block of ranks to the next: the digest of each leaf, and what has been read of a source."""
+
+    book: Book
+    block: int
+    tally: Tally
+    uses: Counter[int]
+    signatures: Counter[tuple[int, ...]]
+    digests: list[hashlib._Hash]
+    once: dict[tuple[int, ...], Reads] = field(default_factory=dict)
+
+    def add(self, ranks: range, own: bool) -> None:
+        """Add what goes to `ranks`; with `own` a rank opens the shard of its own number in any case."""
+        marks = np.zeros((len(ranks), self.book.manifest.world_size), np.bool_)
+        mine = [r for r in ranks if own and r < marks.shape[1]]
+        marks[ints(mine) - ranks.start, mine] = True
+        shared = {leaf for signature in self.signatures if len(signature) > 1 for leaf in signature}
+        kept: dict[int, list[Reads]] = {leaf: [] for leaf in shared}
+        for number, leaf in enumerate(self.book.leaves):
+            for transfers, reads in leaf.batches(ranks, self.block):
+                self._moved(number, leaf, transfers)
+                marks[transfers.rank - ranks.start, transfers.source] = True
+                if number in shared:
+                    kept[number].append(reads)
+                if (number,) in self.signatures:
+                    self._read((number,), reads)
+        for signature in self.signatures:
+            several = [reads for number in signature for reads in kept.get(number, ())]
+            if len(signature) > 1 and several:
+                self._read(signature, Reads.union(several))
+        self.tally.shards[ranks.start : ranks.stop] = marks.sum(axis=1)
+
+    def _moved(self, number: int, leaf: Leaf, transfers: Transfers) -> None:
+        times = self.uses[number]
+        np.add.at(self.tally.delivered, transfers.rank, transfers.elements * (leaf.stored.itemsize * times))
+        np.add.at(self.tally.transfers, transfers.rank, times)
+        self.digests[number].update(rows_of(transfers).tobytes())
+
+    def _read(self, signature: tuple[int, ...], reads: Reads) -> None:
+        np.add.at(self.tally.read, reads.rank, (reads.high - reads.low) * self.signatures[signature])
+        pieces, low, high = reads.piece, reads.low, reads.high
+        if signature in self.once:
+            seen = self.once[signature]
+            pieces, low, high = (
+                np.concatenate(pair) for pair in ((seen.piece, pieces), (seen.low, low), (seen.high, high))
+            )
+        (pieces,), low, high = united([pieces], low, high)
+        self.once[signature] = Reads(pieces, pieces, low, high)
+
+
+def tally(book: Book, own: bool) -> Tally:
+    """Return the sums over all transfers; with `own` each rank opens its own shard too, if there is one."""
+    world = book.found.destination.world_size
+    columns = np.zeros((4, world), np.int64)
+    made = Tally(columns[0], columns[1], columns[2], columns[3])
+    uses = Counter(entry.leaf for entry in book.entries)
+    digests = [hashlib.sha256() for _ in book.leaves]
+    sums = _Sums(book, book.manifest.block_size, made, uses, Counter(book.signatures()), digests)
+    for ranks in blocks(world, book.manifest.world_size):
+        sums.add(ranks, own)
+    made.read_once = sum(
+        int((reads.high - reads.low).sum()) * sums.signatures[signature] for signature, reads in sums.once.items()
+    )
+    made.digest = _digest(book, sums.digests)
+    return made
+
+
+def blocks(world: int, source_world: int) -> Iterator[range]:
+    """Yield all ranks, as many at once as memory should hold."""
+    step = max(1, min(RANKS, MARKS // source_world))
+    for start in range(0, world, step):
+        yield range(start, min(start + step, world))
+
+
+def rows_of(transfers: Transfers) -> Ints:
+    """Return transfers as rows of a matrix, in canonical order: rank, source rank, offsets, sizes, elements."""
+    pairs = transfers.rank * (int(transfers.source.max(initial=0)) + 1) + transfers.source
+    by = np.argsort(pairs, kind="stable")
+    ordered = pairs[by]
+    if (ordered[1:] == ordered[:-1]).any():
+        columns = [transfers.rank, transfers.source, *transfers.offsets.T, *transfers.sizes.T, transfers.elements]
+        by = order(columns)
+    t = transfers[by]
+    return np.column_stack([t.rank, t.source, t.offsets, t.sizes, t.elements]).astype("<i8", copy=False)
+
+
+def _digest(book: Book, leaves: list[hashlib._Hash]) -> str:
+    """Return the digest over all transfers: name after name, each with the digest of its rows."""
+    whole = hashlib.sha256()
+    empty = hashlib.sha256().digest()
+    digests = [leaf.digest() for leaf in leaves]
+    for entry in book.entries:
+        if digests[entry.leaf] != empty:
+            for name in (entry.wanted, entry.source):
+                data = name.encode()
+                whole.update(len(data).to_bytes(8, "little") + data)
+            whole.update(digests[entry.leaf])
+    return "sha256:" + whole.hexdigest()

@@ -1,0 +1,189 @@
+"""What the ranks do in tests of background saves: training goes on, a save is skipped, a disk fills, a rank dies."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ckptspec
+from ckptspec.engine import writer
+from ckptspec.pytorch.checkpointer import Checkpointer
+
+
+def state(rank: int, value: float) -> dict[str, Any]:
+    return {
+        "w": torch.full((300_000,), value),
+        "own": ckptspec.Local(torch.full((1000,), value + rank)),
+        "small": {str(i): torch.full((7,), value + i) for i in range(20)},
+        "step": int(value),
+    }
+
+
+def change(held: dict[str, Any]) -> None:
+    """Do to the state what training does to it."""
+    for t in (held["w"], held["own"].value, *held["small"].values()):
+        t.add_(1000)
+    held["step"] += 1
+
+
+def loaded(folder: Path, rank: int, step: int) -> bool:
+    into = state(rank, -1.0)
+    ckptspec.load(folder / f"step-{step:08d}", into)
+    want = state(rank, float(step))
+    same = [torch.equal(into["w"], want["w"]), torch.equal(into["own"].value, want["own"].value)]
+    return all(same) and all(torch.equal(into["small"][k], want["small"][k]) for k in want["small"])
+
+
+def slow(seconds: float) -> None:
+    """Make the writing of every shard take some time."""
+    write = writer.write_shard
+
+    def write_shard(*args: Any, **more: Any) -> Any:
+        time.sleep(seconds)
+        return write(*args, **more)
+
+    from ckptspec.engine import save
+
+    save.write_shard = write_shard
+
+
+def mutated(rank: int, world: int, folder: Path) -> None:
+    """What is done to the state after the call is not in the checkpoint, and collectives go on beside the save."""
+    slow(0.3)
+    with Checkpointer(folder) as cp:
+        for step in (1, 2, 3):
+            held = state(rank, float(step))
+            pending = cp.save(step, held)
+            assert not pending.done()
+            for _ in range(20):
+                dist.all_reduce(torch.ones(10))
+            change(held)
+    assert all(loaded(folder, rank, step) for step in (1, 2, 3))
+    print("equal")
+
+
+def skipped(rank: int, world: int, folder: Path) -> None:
+    """Ranks are busy at different times; which saves are skipped is the same on all."""
+    slow(0.2 + 0.3 * rank)
+    made = []
+    with Checkpointer(folder / "skip", on_busy="skip") as cp:
+        for step in range(1, 7):
+            made.append(cp.save(step, state(rank, float(step))))
+            time.sleep(0.25)
+        result = cp.wait()
+        assert result is None or result.ok
+    print([p.step for p in made if p.outcome().skipped is None])
+
+
+def full_disk(rank: int, world: int, folder: Path) -> None:
+    """The disk of rank 1 is full for the second save: told at the next call on every rank, then all goes on."""
+    from ckptspec.engine import save
+
+    write = writer.write_shard
+    told = []
+    fails = {2}
+
+    def write_shard(path: str, *args: Any, **more: Any) -> Any:
+        if rank == 1 and any(f"-{step:08d}-" in path for step in fails):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        return write(path, *args, **more)
+
+    save.write_shard = write_shard
+    with Checkpointer(folder / "full", silence=20) as cp:
+        for step in (1, 2, 3, 4):
+            try:
+                cp.save(step, state(rank, float(step)))
+            except ckptspec.SaveError as e:
+                told.append((step, e.rank))
+                cp.save(step, state(rank, float(step)))
+    with Checkpointer(folder / "warn", on_error="warn", max_failures=2, silence=20) as cp:
+        fails |= {3}
+        for step in (1, 2, 3, 4):
+            cp.save(step, state(rank, float(step)))
+    fails |= {6, 7, 8}
+    try:
+        with Checkpointer(folder / "many", on_error="warn", max_failures=2, silence=20) as cp:
+            for step in (5, 6, 7, 8, 9):
+                cp.save(step, state(rank, float(step)))
+                last = step
+    except ckptspec.SaveError as e:
+        told.append((last, e.rank))
+    print(told, ckptspec.latest(folder / "full"), ckptspec.latest(folder / "warn"), ckptspec.latest(folder / "many"))
+
+
+def refused(rank: int, world: int, folder: Path) -> None:
+    """A state that one rank cannot save is told to all at the same call, and training was not stopped for it."""
+    cp = Checkpointer(folder / "refused", silence=20)
+    held = state(rank, 1.0)
+    if rank == 1:
+        held["bad"] = object()
+    cp.save(1, held)
+    try:
+        cp.wait()
+    except ckptspec.SaveError as e:
+        print(type(e).__name__, e.rank)
+    cp.save(2, state(rank, 2.0))
+    cp.close()
+    assert loaded(folder / "refused", rank, 2)
+
+
+def unclosed(rank: int, world: int, folder: Path) -> None:
+    """Leave without close: the interpreter waits for the commit."""
+    slow(0.5)
+    Checkpointer(folder / "unclosed").save(1, state(rank, 1.0))
+
+
+def restored(rank: int, world: int, folder: Path) -> None:
+    """An empty run, a good one, damage on one rank, a state that does not fit, a step by number, nothing good."""
+    run = folder / "restore"
+    cp = Checkpointer(run, silence=20)
+    into = state(rank, -1.0)
+    fresh = cp.restore(into)
+    assert (fresh.step, fresh.load, into["w"][0].item()) == (None, None, -1.0)
+    for step in (1, 2, 3):
+        cp.save(step, state(rank, float(step)))
+    found = cp.restore(into)
+    assert (found.step, found.skipped, into["w"][0].item(), into["step"]) == (3, (), 3.0, 3)
+    spoil(run, 3, rank)
+    into = state(rank, -1.0)
+    found = cp.restore(into)
+    assert (found.step, into["w"][0].item(), into["own"].value[0].item()) == (2, 2.0, 2.0 + rank)
+    assert [Path(path).name for path, _ in found.skipped] == ["step-00000003"]
+    told = [type(outcome(lambda: cp.restore(state(rank, -1.0), fallback=False))).__name__]
+    wrong = {**state(rank, -1.0), "w": torch.zeros(5)}
+    misfit = outcome(lambda: cp.restore(wrong))  # no reason to go back
+    told.append("PlanError" if getattr(misfit, "cause", "PlanError") == "PlanError" else str(misfit))
+    back = cp.restore(into, step=1)
+    assert (back.step, into["w"][0].item(), len(back.abandoned)) == (1, 1.0, 2)
+    assert ckptspec.latest(run) == str(run / "step-00000001")
+    cp.save(2, state(rank, 2.0), blocking=True)
+    for step in (1, 2):
+        spoil(run, step, rank)
+    told.append(type(outcome(lambda: cp.restore(into))).__name__)
+    cp.close()
+    print(told)
+
+
+def spoil(run: Path, step: int, rank: int) -> None:
+    """Change a byte of the payload of rank 1."""
+    dist.barrier()
+    if rank == 0:
+        shard = run / f"step-{step:08d}" / "rank-00001.shard"
+        data = bytearray(shard.read_bytes())
+        data[len(data) // 2] ^= 1
+        shard.write_bytes(data)
+    dist.barrier()
+
+
+def outcome(call: Any) -> BaseException | None:
+    try:
+        call()
+    except Exception as e:
+        return e
+    return None

@@ -1,0 +1,103 @@
+"""Background saves: what was copied is what is committed, and every rank hears of a save's end at the same call."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from forks import run_phases
+
+import ckptspec
+from ckptspec.pytorch.checkpointer import Checkpointer
+from ckptspec.pytorch.staging import Staging
+
+PHASES = [("mutated", 3), ("skipped", 3), ("full_disk", 2), ("refused", 2)]
+
+
+def test_saves_in_the_background_on_real_ranks(tmp_path: Path) -> None:
+    printed = run_phases("async_cases", PHASES, tmp_path)
+    assert [text.split() for text in printed["mutated"]] == [["equal"]] * 3
+    assert len(set(printed["skipped"])) == 1  # the same saves are skipped on every rank
+    made = printed["skipped"][0].strip("[]\n ").split(", ")
+    assert 1 < len(made) < 6
+    for text in printed["full_disk"]:
+        told, *newest = text.splitlines()[-1].rsplit(" ", 3)
+        assert text.count("No space left on device") == 4  # the saves that were only warned of
+        assert told == "[(3, 1), (8, 1)]", text
+        assert [Path(p.strip()).name for p in newest] == ["step-00000004", "step-00000004", "step-00000005"]
+    assert [text.split() for text in printed["refused"]] == [["StateError", "1"]] * 2
+
+
+def test_every_rank_restores_the_same_step(tmp_path: Path) -> None:
+    printed = run_phases("async_cases", [("restored", 2)], tmp_path)
+    for rank, text in enumerate(printed["restored"]):
+        damaged = "IntegrityError" if rank == 1 else "LoadError"
+        assert text.splitlines()[-1] == str([damaged, "PlanError", "NotCommittedError"])
+
+
+def test_an_exit_without_close_waits_for_the_commit(tmp_path: Path) -> None:
+    script = f"""
+        import torch
+        from ckptspec.pytorch.checkpointer import Checkpointer
+        Checkpointer({str(tmp_path)!r}).save(7, {{"w": torch.ones(3_000_000)}})
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60)
+    assert ckptspec.latest(tmp_path) == str(tmp_path / "step-00000007")
+    assert ckptspec.validate(tmp_path, level="bytes").ok
+
+
+def test_twenty_saves_leave_the_memory_flat(tmp_path: Path) -> None:
+    held = {"w": torch.ones(4_000_000), "b": torch.ones(500, 500).t()}
+    with Checkpointer(tmp_path) as cp:
+        for step in range(4):
+            cp.save(step, held, blocking=True)
+        staging = cp.staging_nbytes
+        before = resident()
+        for step in range(4, 24):
+            cp.save(step, held)
+        cp.wait()
+        assert resident() - before < 8 << 20
+        assert cp.staging_nbytes == staging
+        assert 17_000_000 <= staging <= 17_020_000
+    assert cp.staging_nbytes == 0
+
+
+def resident() -> int:
+    fields = Path("/proc/self/statm").read_text().split()
+    return int(fields[1]) * resource.getpagesize()
+
+
+def test_staging_copies_every_kind_of_tensor_and_keeps_its_memory() -> None:
+    from ckptspec.pytorch.saving import SaveOptions
+
+    base = torch.randn(64, 64)
+    held = {
+        "plain": base,
+        "turned": base.t(),
+        "part": base[3:9, 5:20:2],
+        "expanded": torch.ones(1).expand(5, 3),
+        "conj": torch.tensor([1 + 2j]).conj(),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(2.5),
+        "half": torch.randn(7).bfloat16(),
+        "bool": torch.tensor([True, False]),
+    }
+    staging = Staging()
+    first = staging.take(SaveOptions().capture(held))
+    for name, t in held.items():
+        assert torch.equal(first.leaves[name].tensor, t), name
+    where = first.leaves["plain"].tensor.data_ptr()
+    assert staging.take(SaveOptions().capture(held)).leaves["plain"].tensor.data_ptr() == where
+    with pytest.raises(ckptspec.SaveError, match="P-STAGING"):
+        Staging(1000).take(SaveOptions().capture(held))
+
+
+@pytest.mark.parametrize("bad", [{"on_busy": "drop"}, {"on_error": "ignore"}, {"max_failures": -1}])
+def test_arguments_that_mean_nothing_are_refused(bad: dict[str, object], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        Checkpointer(tmp_path, **bad)  # type: ignore[arg-type]
