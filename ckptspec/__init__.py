@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckptspec.check.cadence import suggest_interval as suggest_interval
     from ckptspec.engine.diff import diff as diff
     from ckptspec.engine.locate import latest as latest
     from ckptspec.engine.planning import plan as plan
@@ -34,8 +35,12 @@ if TYPE_CHECKING:
     from ckptspec.plan.planned import Plan as Plan
     from ckptspec.pytorch.api import load as load
     from ckptspec.pytorch.api import save as save
+    from ckptspec.pytorch.background import SaveResult as SaveResult
+    from ckptspec.pytorch.checkpointer import Checkpointer as Checkpointer
+    from ckptspec.pytorch.lazy import before_mutation as before_mutation
     from ckptspec.pytorch.load import LoadResult as LoadResult
     from ckptspec.pytorch.pieces import register_pieces as register_pieces
+    from ckptspec.pytorch.restoring import RestoreResult as RestoreResult
     from ckptspec.pytorch.wrappers import RNG as RNG
     from ckptspec.pytorch.wrappers import FlatShard as FlatShard
     from ckptspec.pytorch.wrappers import Local as Local
@@ -47,6 +52,7 @@ _ERRORS = (
     "SaveError ShardError StateError UnsupportedVersionError ValidationFailed"
 )
 _HOMES = {
+    "check.cadence": "suggest_interval",
     "engine.diff": "diff",
     "engine.locate": "latest",
     "engine.planning": "plan",
@@ -60,8 +66,12 @@ _HOMES = {
     "format.target": "Target",
     "plan.planned": "Plan",
     "pytorch.api": "load save",
+    "pytorch.background": "SaveResult",
+    "pytorch.checkpointer": "Checkpointer",
+    "pytorch.lazy": "before_mutation",
     "pytorch.load": "LoadResult",
     "pytorch.pieces": "register_pieces",
+    "pytorch.restoring": "RestoreResult",
     "pytorch.wrappers": "FlatShard Local RNG Replicated Shard",
 }
 _HOME = {name: f"ckptspec.{module}" for module, names in _HOMES.items() for name in names.split()}

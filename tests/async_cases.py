@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -187,3 +188,34 @@ def outcome(call: Any) -> BaseException | None:
     except Exception as e:
         return e
     return None
+
+
+def cadenced(rank: int, world: int, folder: Path) -> None:
+    """Steps by arithmetic; a time that only rank 0's clock knows; a signal that only the last rank gets."""
+    saved: dict[str, list[int]] = {"steps": [], "time": [], "signal": []}
+    with Checkpointer(folder / "steps", save_every=3) as cp:
+        for step in range(1, 11):
+            dist.all_reduce(torch.ones(1))
+            saved["steps"] += [step] * cp.due(step)
+            if cp.due(step):
+                cp.save(step, state(rank, float(step)))
+    with Checkpointer(folder / "time", save_every="400ms") as cp:
+        for step in range(1, 21):
+            dist.all_reduce(torch.ones(1))
+            time.sleep(0.05 + 0.01 * rank)
+            if cp.due(step):
+                saved["time"].append(step)
+                cp.save(step, state(rank, float(step)))
+    with Checkpointer(folder / "signal", save_on=[signal.SIGUSR1, signal.SIGTERM]) as cp:
+        for step in range(1, 30):
+            dist.all_reduce(torch.ones(1))
+            if rank == world - 1 and step in (4, 12):
+                os.kill(os.getpid(), signal.SIGUSR1 if step == 4 else signal.SIGTERM)
+            if cp.due(step):
+                saved["signal"].append(step)
+                cp.save(step, state(rank, float(step)))
+            if cp.stopping:
+                break
+        assert cp.stopping
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    print(saved)

@@ -24,14 +24,14 @@ def rank_main(rank: int, world: int, port: int, outcomes: list[str]) -> None:
     store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=PATIENCE), wait_for_workers=False)
     channel = Channel(store, rank, world, silence=PATIENCE, threaded=False)
     for number in range(3):
-        attempt = channel.attempt("save")
-        if rank == 0:
-            attempt.announce("open", b"step %d" % number)
-        assert attempt.await_("open") == b"step %d" % number
+        attempt = channel.attempt("save", number)
         if number == 1 and rank == world // 2:
             assert attempt.fail(OSError(28, "No space left on device")).rank == rank
             continue
         try:
+            if rank == 0:
+                attempt.announce("open", b"step %d" % number)
+            assert attempt.await_("open") == b"step %d" % number
             attempt.post("hand-in", str(rank).encode())
             if rank == 0:
                 assert [int(h) for h in attempt.collect("hand-in")] == list(range(world))

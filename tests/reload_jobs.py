@@ -343,6 +343,6 @@ class Aligned(Zero):
 
 
 FORMS: dict[str, Callable[[int, int], Job]] = {
-    "single": Single, "ddp": Ddp, "redundant": Redundant, "fsdp": Fsdp, "meta": Meta, "hsdp": Hsdp, "tensor": TensorParallel,
-    "pipeline": Pipeline, "experts": Experts, "zero": Zero, "aligned": Aligned,
+    "single": Single, "ddp": Ddp, "redundant": Redundant, "fsdp": Fsdp, "meta": Meta, "hsdp": Hsdp,
+    "tensor": TensorParallel, "pipeline": Pipeline, "experts": Experts, "zero": Zero, "aligned": Aligned,
 }  # fmt: skip

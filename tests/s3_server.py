@@ -51,7 +51,8 @@ class Server:
 
     def request(self, method: str, key: str, data: bytes | None = None) -> bytes:
         """Send one plain request about a key of the bucket and return what came back."""
-        request = urllib.request.Request(f"{self.url}/{self.bucket}/{key}", data, method=method)
+        headers = {"Content-Type": "application/octet-stream"}  # a form would be parsed, not stored
+        request = urllib.request.Request(f"{self.url}/{self.bucket}/{key}", data, headers, method=method)
         with urllib.request.urlopen(request, timeout=20) as answer:
             body: bytes = answer.read()
         return body

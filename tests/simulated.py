@@ -25,7 +25,7 @@ from ckptspec.engine.pool import Pool, Task
 from ckptspec.engine.seat import Seat
 from ckptspec.engine.store import LocalStore
 from ckptspec.format import manifest
-from ckptspec.pytorch import api, group
+from ckptspec.pytorch import group, saving
 
 SILENCE = 36_000.0  # nobody falls silent here
 
@@ -144,7 +144,7 @@ class Ranks:
             thread.join()
         if errors:
             raise errors[0]
-        api._known.clear()
+        saving._known.clear()
         found = {key: n - before[key] for key, n in self.counts.found.items()}
         most = max((n for key, n in found.items() if key.startswith("rank")), default=0)
         return {**{key: n for key, n in found.items() if not key.startswith("rank")}, "index_reads_of_a_rank": most}

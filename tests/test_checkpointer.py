@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import resource
 import subprocess
 import sys
@@ -38,6 +39,32 @@ def test_every_rank_restores_the_same_step(tmp_path: Path) -> None:
     for rank, text in enumerate(printed["restored"]):
         damaged = "IntegrityError" if rank == 1 else "LoadError"
         assert text.splitlines()[-1] == str([damaged, "PlanError", "NotCommittedError"])
+
+
+def test_all_ranks_save_at_the_same_steps_by_cadence_and_signal(tmp_path: Path) -> None:
+    printed = run_phases("async_cases", [("cadenced", 3)], tmp_path)
+    assert len({text.splitlines()[-1] for text in printed["cadenced"]}) == 1
+    saved = ast.literal_eval(printed["cadenced"][0].splitlines()[-1])
+    assert saved["steps"] == [3, 6, 9]
+    assert len(saved["time"]) >= 1
+    first, last = saved["signal"]
+    assert 4 < first <= 9
+    assert 12 < last <= 17
+    assert ckptspec.latest(tmp_path / "signal") == str(tmp_path / "signal" / f"step-{last:08d}")
+
+
+def steps_of(run: Path) -> list[int]:
+    return sorted(int(p.name.removeprefix("step-")) for p in run.glob("step-*"))
+
+
+def test_retention_keeps_the_last_the_multiples_the_best_and_the_protected(tmp_path: Path) -> None:
+    losses = [9, 3, 8, 1, 7, 6, 5, 4, 2.5, 10]
+    with Checkpointer(tmp_path, keep_last=2, keep_every=5, keep_best=("loss", "min", 2), protect=[1]) as cp:
+        for step, loss in enumerate(losses, 1):
+            cp.save(step, {"w": torch.full((10,), float(step))}, metrics={"loss": loss})
+    assert steps_of(tmp_path) == [1, 4, 5, 9, 10]
+    with pytest.raises(ValueError, match="keep last"):
+        Checkpointer(tmp_path, keep_last=0)
 
 
 def test_an_exit_without_close_waits_for_the_commit(tmp_path: Path) -> None:
@@ -88,11 +115,11 @@ def test_staging_copies_every_kind_of_tensor_and_keeps_its_memory() -> None:
         "bool": torch.tensor([True, False]),
     }
     staging = Staging()
-    first = staging.take(SaveOptions().capture(held))
+    first = staging.take(SaveOptions().capture(held)).captured
     for name, t in held.items():
         assert torch.equal(first.leaves[name].tensor, t), name
     where = first.leaves["plain"].tensor.data_ptr()
-    assert staging.take(SaveOptions().capture(held)).leaves["plain"].tensor.data_ptr() == where
+    assert staging.take(SaveOptions().capture(held)).captured.leaves["plain"].tensor.data_ptr() == where
     with pytest.raises(ckptspec.SaveError, match="P-STAGING"):
         Staging(1000).take(SaveOptions().capture(held))
 

@@ -118,7 +118,7 @@ def test_the_json_report_obeys_its_schema_and_has_the_exit_code(
         path = tmp_path / "empty"
         path.mkdir()
     elif damage == "target":
-        options += ["--world-size", "5"]
+        options += ["--world-size", "5", "--exact"]
     done = ckptspec("validate", path, *options)
     report = json.loads(done.out)
     assert list(schemas.check("report", report)) == []
@@ -131,10 +131,14 @@ def test_a_target_is_given_in_one_of_three_ways(ckptspec: Any, newest: Path, tmp
     document.write_text(json.dumps(targets.Target(3).document()))
     for option in (("--world-size", "3"), ("--mesh", "dp=3"), ("--target", document)):
         done = ckptspec("validate", newest, *option)
-        assert done.code == 1
-        assert "[R-WORLD]" in done.out
-        assert "--nproc-per-node 2" in done.out
-        assert ckptspec("validate", newest, *option, "--exact").code == 1
+        assert done.code == 0
+        assert "[R-WORLD] (warning)" in done.out
+        assert "--nproc-per-node 3" in done.out
+        assert f"ckptspec reshard {newest} {newest.parent}-3-ranks {option[0]} {option[1]}" in done.out
+        assert done.out.endswith("ok with 1 warning; decision: reshard\n")
+        exact = ckptspec("validate", newest, *option, "--exact")
+        assert exact.code == 1
+        assert "--nproc-per-node 2" in exact.out
     assert ckptspec("validate", newest, "--world-size", 2).code == 0
     assert ckptspec("validate", newest, "--mesh", "dp=2").code == 0
 
@@ -157,6 +161,8 @@ def test_a_target_that_is_none_is_a_finding(ckptspec: Any, newest: Path, tmp_pat
         ("validate", "PATH", "--world-size", "0"),
         ("validate", "PATH", "--world-size", "2", "--mesh", "dp=2"),
         ("validate", "PATH", "--mesh", "pp=2"),
+        ("validate", "PATH", "--micro-batch", "0"),
+        ("validate", "PATH", "--world-size", "3", "--write-map", "OUT"),
         ("validate", "PATH", "--mesh", "dp"),
         ("validate", "PATH", "--mesh", "dp=2,dp=3"),
         ("validate", "PATH", "--expect-digest", "abc"),

@@ -129,7 +129,7 @@ def target_of(w: World) -> Target:
 
 
 @given(source=worlds(), wanted=worlds())
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 def test_every_layout_becomes_every_other_and_is_read_once(
     source: World, wanted: World, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -114,12 +114,18 @@ def valid_report() -> dict[str, Any]:
 
 def valid_plan() -> dict[str, Any]:
     """Return a schema-valid plan."""
+    columns = ("bytes_delivered", "bytes_read", "shards_opened", "transfers")
+    totals = ("payload_bytes", "bytes_delivered", "bytes_read", "bytes_read_once", "transfers", "peak_memory")
     return {
         "format": "ckptspec-plan",
         "schema_version": "1.0",
-        "source": {"save_id": SAVE, "step": 4, "manifest_digest": DIGEST},
-        "world_size": 2,
-        "transfers": [{"tensor": "model/w", "shard": 0, "rank": 1, "offsets": [0, 0], "sizes": [1, 2]}],
+        "source": {"save_id": SAVE, "step": 4, "manifest_digest": DIGEST, "world_size": 2},
+        "target": {"format": "ckptspec-target", "schema_version": "1.0", "world_size": 2},
+        "names": {},
+        "verdicts": [{"part": "model", "verdict": "lossless", "reason": "it is all there"}],
+        "totals": dict.fromkeys(totals, 7),
+        "ranks": {column: [1, 2] for column in columns},
+        "transfers_digest": DIGEST,
     }
 
 
@@ -225,6 +231,11 @@ def test_manifest_and_target_share_their_language() -> None:
         assert theirs["$defs"][name] == ours["$defs"][name], name
     for name in ("meshes", "layouts", "objects", "flat_groups", "aliases", "world_size", "annotations"):
         assert theirs["properties"][name] == ours["properties"][name], name
+    plan = schemas.load("plan")["$defs"]
+    assert {k: plan["target"][k] for k in ("required", "properties")} == {
+        k: theirs[k] for k in ("required", "properties")
+    }
+    assert all(plan[name] == theirs["$defs"][name] for name in theirs["$defs"])
 
 
 def test_the_closed_sets_are_those_of_the_code() -> None:

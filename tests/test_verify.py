@@ -218,6 +218,8 @@ def test_nothing_but_private_state_is_lost_with_one_shard_where_two_copies_are_k
     lost = [v.part for v in report.verdicts if v.verdict == "lost"]
     # Only the split and flat tensors have one holder; what is replicated has its second copy elsewhere.
     assert sorted(lost) == ["state private to a rank", "tensor model/embed", "tensor optimizer/master"]
+    assert "96 bytes of what cannot be read have another copy" in report.findings[0].message
+    assert any("have another copy" in v.reason for v in report.verdicts if v.verdict == "lossless")
 
 
 def test_swapped_shards_are_each_told_whose_they_are(folder: Path) -> None:
@@ -444,13 +446,15 @@ def test_damage_is_answered_with_the_newest_older_good_step(folder: Path) -> Non
     assert back.argv == ("ckptspec", "validate", str(folder.parent / "step-00000003"), "--level", "bytes")
 
 
-def test_another_world_size_is_an_error_beside_whatever_else_is_wrong(folder: Path) -> None:
+def test_another_world_size_is_a_warning_and_an_error_where_exactness_is_asked_for(folder: Path) -> None:
     report = validate(folder, target=Target(4))
+    assert (errors_of(report), report.decision, report.exit_code) == (set(), "reshard", 0)
+    assert [f.code for f in validate(folder, target=Target(4), level="schema").findings] == ["R-WORLD"]
+    report = validate(folder, target=Target(4), exact=True)
     assert (errors_of(report), report.decision, report.exit_code) == ({"R-WORLD"}, "stop", 1)
-    assert errors_of(validate(folder, target=Target(4), level="schema")) == {"R-WORLD"}
-    assert validate(folder, target=Target(3)).findings == ()
+    assert validate(folder, target=Target(3), exact=True).findings == ()
     (folder / SHARDS[0]).unlink()
-    assert errors_of(validate(folder, target=Target(4))) == {"R-WORLD", "S-MISSING"}
+    assert errors_of(validate(folder, target=Target(4), exact=True)) == {"R-WORLD", "S-MISSING"}
 
 
 def test_the_checkpoints_own_axes_can_be_resized_by_name(folder: Path) -> None:

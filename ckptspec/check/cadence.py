@@ -145,7 +145,7 @@ class Point:
 
     step: int
     work: int | None
-    made: float
+    made: float | None
     save_id: str
     parent: str | None
 
@@ -179,7 +179,8 @@ def _gaps(ordered: Sequence[Point]) -> Iterator[tuple[int, float | None]]:
     """Yield the work between neighbours, and the time between them where the one went on from the other."""
     for a, b in pairwise(ordered):
         if a.work is not None and b.work is not None and b.work > a.work:
-            yield b.work - a.work, b.made - a.made if b.parent == a.save_id else None
+            dated = b.parent == a.save_id and a.made is not None and b.made is not None
+            yield b.work - a.work, (b.made or 0.0) - (a.made or 0.0) if dated else None
 
 
 def _median(values: Sequence[float]) -> float:

@@ -15,7 +15,7 @@ from ckptspec.format.placement import resolve
 from ckptspec.format.report import Verdict
 from ckptspec.plan.destination import Destination
 from ckptspec.plan.fates import APPROXIMATE, LOSSLESS, LOST, Found, impossible
-from ckptspec.plan.members import state_name
+from ckptspec.plan.members import kinds, state_name
 
 SHOWN = 20  # names of one kind that get a verdict of their own
 RANKS = 64  # ranks whose bytes are added up; of more, so many evenly spread
@@ -53,10 +53,10 @@ def reads(found: Found, names: Iterable[str] | None = None) -> Reads:
     """Return the bytes that ranks of the target get of some tensors, all by default; of many ranks some are asked."""
     d = found.destination
     wanted = found.routes if names is None else names
-    kinds = Counter((d.tensors[n].layout, d.tensors[n].shape or (), found.routes[n].dtype) for n in wanted)
-    ranks = looked_at(d.world_size, len(kinds))
+    counts = Counter((d.tensors[n].layout, d.tensors[n].shape or (), found.routes[n].dtype) for n in wanted)
+    ranks = looked_at(d.world_size, len(counts))
     sums = dict.fromkeys(ranks, 0)
-    for (layout, shape, dtype), count in kinds.items():
+    for (layout, shape, dtype), count in counts.items():
         place = resolve(d.layouts[layout], d.meshes)
         for rank in ranks:
             sums[rank] += sum(box.numel for box in place.boxes(shape, rank)) * DTYPES[dtype].itemsize * count
@@ -123,9 +123,11 @@ def ranks(start: int, stop: int) -> str:
 
 def _shared(found: Found) -> Iterator[Verdict]:
     """Yield that what has a way is whole, for each part of the state, and what ranks read of it."""
+    groups = found.destination.manifest.flat_groups.values()
+    parameters = {flat for g in groups for kind, flat in kinds(g).items() if kind == "parameter"}
     by_part: dict[str, list[str]] = {}
     for name in found.routes:
-        by_part.setdefault(_part(found, name), []).append(name)
+        by_part.setdefault(_part(found, name, parameters), []).append(name)
     for part in (MODEL, FLAT, OPTIMIZER, OTHER):
         if names := by_part.get(part, []):
             got = reads(found, names)
@@ -133,15 +135,17 @@ def _shared(found: Found) -> Iterator[Verdict]:
             yield Verdict(part, LOSSLESS, reason, (got.least, got.most), got.most + min(got.most, BUFFERS))
 
 
-def _part(found: Found, name: str) -> str:
+def _part(found: Found, name: str, parameters: Container[str]) -> str:
+    """Return what a tensor is for; `parameters` are the flat tensors that hold parameters."""
     d = found.destination
     if isinstance(d.layouts[d.tensors[name].layout], FlatLayout):
         return FLAT
-    source = d.manifest.tensors.get(next(iter(found.routes[name].sources), name))
-    entry = d.manifest.tensors.get(name, source)
+    source = next(iter(found.routes[name].sources), name)
+    entry = d.manifest.tensors.get(name, d.manifest.tensors.get(source))
     if state_name(name) is not None or (entry is not None and entry.role in ("optimizer", "master")):
         return OPTIMIZER
-    return MODEL if entry is not None and entry.role in ("parameter", "buffer") else OTHER
+    model = entry is not None and entry.role in ("parameter", "buffer")
+    return MODEL if model or source in parameters else OTHER
 
 
 def _plain(found: Found, names: Sequence[str]) -> str:

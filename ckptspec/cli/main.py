@@ -11,6 +11,7 @@ from ckptspec.cli.output import tell
 from ckptspec.errors import CkptspecError
 
 COMMANDS = {
+    "clean": ("cleaning", "Remove what nobody needs any more from a run: leftovers, and steps that may go."),
     "demo": ("demo", "Train a small ZeRO job on 4 ranks, kill it mid-save, resume byte-equal."),
     "diff": ("difference", "Say what the state in two checkpoints differs in, whatever their layouts."),
     "inspect": ("inspection", "Show what is inside a checkpoint: tensors, layouts, ranks, sizes."),

@@ -107,11 +107,10 @@ def lines(folder: str, made: Plan) -> Iterator[str]:
     without = f"{size(totals.bytes_read)} are read, {totals.read_amplification:.3g} times as many"
     exchanged = f"{size(totals.bytes_read_once)} with exchange ({totals.read_amplification_with_exchange:.3g})"
     yield f"bytes: {stored}; {without}; {exchanged}"
-    yield f"a rank gets {_range(ranks.bytes_delivered, size)}, reads {_range(ranks.bytes_read, size)}, opens " + (
-        f"{_range(ranks.shards_opened)} shards in {_range(ranks.transfers)} transfers; {totals.transfers:,} in all"
-    )
+    yield f"each rank gets {_range(ranks.bytes_delivered, size)} and reads {_range(ranks.bytes_read, size)}"
+    yield f"shards that each rank opens: {_range(ranks.shards_opened)}; transfers to it: {_range(ranks.transfers)}"
     yield f"peak memory: about {size(totals.peak_memory)} in the fullest rank"
-    yield f"transfers: {made.transfers_digest}"
+    yield f"transfers: {totals.transfers:,}, {made.transfers_digest}"
 
 
 def _range(column: Sequence[int], text: Callable[[int], str] = "{:,}".format) -> str:

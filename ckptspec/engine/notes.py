@@ -67,9 +67,9 @@ class Notes:
         """Tell rank 0 that something happened on this rank; never waits for anybody but the store."""
         self._ask(lambda s: s.add(self._key(topic, 0), 1))
 
-    def flagged(self, topic: str) -> bool:
-        """Return whether any rank raised the flag."""
-        return self._ask(lambda s: s.add(self._key(topic, 0), 0)) > 0
+    def flagged(self, topic: str) -> int:
+        """Return how often any rank raised the flag."""
+        return self._ask(lambda s: s.add(self._key(topic, 0), 0))
 
     def post(self, topic: str, payload: bytes) -> None:
         """Set the one value of a topic, which every rank can look at."""

@@ -1,4 +1,4 @@
-"""Owns planning for a checkpoint on disk: it reads the manifest, and what follows from that is `plan`'s and `check`'s."""
+"""Owns planning for a checkpoint on disk: it reads the manifest; what follows from that is `plan`'s and `check`'s."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckptspec.plan.renames import Renames, renames
 
 
 def plan(path: str | os.PathLike[str], target: Target, *, names: Mapping[str, str] | None = None) -> Plan:
-    """Return what it takes to bring the checkpoint at `path` to `target`: verdicts, bytes, shards and transfers by rank.
+    """Return what it takes to bring the checkpoint at `path` to `target`: verdicts, and by rank bytes, shards, transfers.
 
     No shard is opened. `names` is an explicit map {"wanted name": "name in the checkpoint"}, with one `*` at most.
     What cannot be had is told in the verdicts, see `Plan.possible`. Raises PlanError [R-TARGET] for a target at odds

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from ckptspec.errors import PlanError
-from ckptspec.format.layout import LocalLayout
 from ckptspec.format.manifest import TensorEntry
 from ckptspec.format.report import Verdict
 from ckptspec.plan.destination import Destination
@@ -20,17 +19,28 @@ SHOWN = 20  # names of one kind that get a verdict of their own
 
 @dataclass(frozen=True)
 class Found:
-    """The ways to the wanted tensors that there are, and why there is none to the others, by name."""
+    """The ways to the wanted tensors that ranks share, and why there is none to others, by name.
+
+    `private` are the wanted tensors that are each rank's own, with their stored names.
+    """
 
     destination: Destination
     routes: Mapping[str, Route] = field(default_factory=dict)
     faults: Mapping[str, str] = field(default_factory=dict)
+    private: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def own(self) -> bool:
+        """Whether a rank reads what is in the shard of its own number alone: a tensor or an object of its own."""
+        d = self.destination
+        return bool(self.private) or any(d.manifest.objects.get(name) == "rank" for name in d.objects)
 
 
 def found(destination: Destination) -> Found:
-    """Return the ways to all wanted tensors; what is private to a rank has none."""
+    """Return the ways to all wanted tensors."""
     routes: dict[str, Route] = {}
     faults: dict[str, str] = {}
+    private: dict[str, str] = {}
     for name, wanted in destination.tensors.items():
         try:
             route = destination.routes.find(name)
@@ -40,9 +50,11 @@ def found(destination: Destination) -> Found:
         fault = _fault(destination, wanted, route)
         if fault is not None:
             faults[name] = fault
-        elif route is not None and wanted.shape is not None:
+        elif route is not None and wanted.shape is None:
+            private[name] = route.sources[0]
+        elif route is not None:
             routes[name] = route
-    return Found(destination, routes, faults)
+    return Found(destination, routes, faults, private)
 
 
 def _fault(destination: Destination, wanted: TensorEntry, route: Route | None) -> str | None:
@@ -75,10 +87,3 @@ def _each(kind: str, reasons: Mapping[str, str]) -> Iterator[Verdict]:
         yield Verdict(f"{kind} {name}", IMPOSSIBLE, reason)
     if len(reasons) > SHOWN:
         yield Verdict(f"{len(reasons) - SHOWN} more of kind {kind}", IMPOSSIBLE, "as those before")
-
-
-def is_private(destination: Destination) -> bool:
-    """Tell whether a rank reads something of its own number's shard alone: a local tensor, or an object of its own."""
-    m = destination.manifest
-    local = any(isinstance(m.layouts[m.tensors[n].layout], LocalLayout) for n in destination.tensors if n in m.tensors)
-    return local or any(kind == "rank" for n, kind in m.objects.items() if n in destination.objects)

@@ -6,7 +6,8 @@ Working one out takes numpy, which is loaded with the modules that do it, not be
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +24,12 @@ from ckptspec.plan.planned import Columns, Plan, Ranks, Source, Totals, from_doc
 from ckptspec.plan.renames import Renames
 
 if TYPE_CHECKING:
+    from ckptspec.plan.book import Book
     from ckptspec.plan.lanes import Transfers
 
 SIZE_LIMIT = 512 << 20  # bytes of a plan document: a target, and four numbers a rank
 BUFFERS = 256 << 20  # bytes in which a rank that loads holds what it reads, at most
+KEPT = 1 << 17  # transfers that are kept, for other tensors of the same kind
 Judge = Callable[[Found], Iterable[Verdict]]
 
 
@@ -44,8 +47,8 @@ def plan(
     catalog = source if isinstance(source, Catalog) else Catalog(source)
     m = catalog.manifest
     settled = destination(m, target, names)
-    book = Book(fates.found(settled))
-    sums = tally(book, fates.is_private(settled))
+    found = fates.found(settled)
+    sums = tally(Book(found))
     columns = (sums.delivered, sums.read, sums.shards, sums.transfers)
     ranks = Ranks(*(tuple(column.tolist()) for column in columns))
     totals = Totals(
@@ -55,9 +58,9 @@ def plan(
         sums.read_once,
         sum(ranks.transfers),
         max(ranks.bytes_delivered) + min(max(ranks.bytes_read), BUFFERS),
-        _private(catalog, settled),
+        _private(catalog, found),
     )
-    verdicts = tuple(judge(book.found))
+    verdicts = tuple(judge(found))
     return Plan(Source.of(m), _target(settled), settled.names, verdicts, totals, ranks, sums.digest)
 
 
@@ -71,11 +74,10 @@ def _payload(manifest: Manifest) -> int:
     return sum(prod(t.shape or ()) * dtype(t.dtype).itemsize for t in shared)
 
 
-def _private(catalog: Catalog, d: Destination) -> int | None:
+def _private(catalog: Catalog, found: Found) -> int | None:
     """Return the bytes of local tensors that go back to ranks of the same number; None where an index is missing."""
-    m = catalog.manifest
-    local = {n for n, t in d.tensors.items() if t.shape is None and n in m.tensors and m.tensors[n].shape is None}
-    ranks = range(min(m.world_size, d.world_size))
+    local = set(found.private.values())
+    ranks = range(min(catalog.manifest.world_size, found.destination.world_size))
     if not local or any(rank not in catalog.shards for rank in ranks):
         return None if local else 0
     indexes = (catalog.shards[rank].index for rank in ranks)
@@ -92,7 +94,7 @@ def needed(manifest: Manifest, target: Target, rank: int, names: Renames | None 
 
     settled = destination(manifest, target, names)
     book = Book(fates.found(settled))
-    opened = {rank} if fates.is_private(settled) and rank < manifest.world_size else set()
+    opened = {rank} if book.found.own and rank < manifest.world_size else set()
     for leaf in book.leaves:
         for moved, _ in leaf.batches(_one(settled, rank), manifest.block_size):
             opened.update(moved.source.tolist())
@@ -109,7 +111,7 @@ def _one(d: Destination, rank: int) -> range:
 def transfers(
     manifest: Manifest, target: Target, names: Renames | None = None, *, rank: int | None = None
 ) -> Iterator[Columns]:
-    """Yield all transfers, or those to one destination rank, in canonical order and some at a time.
+    """Return all transfers, or those to one destination rank, in canonical order, as an iterator over some at a time.
 
     Raises PlanError as `needed` does.
     """
@@ -117,14 +119,28 @@ def transfers(
     from ckptspec.plan.tally import blocks
 
     settled = destination(manifest, target, names)
-    alone = None if rank is None else [_one(settled, rank)]
-    book = Book(fates.found(settled))
+    ranks = [*blocks(settled.world_size, manifest.world_size)] if rank is None else [_one(settled, rank)]
+    return _each(Book(fates.found(settled)), ranks)
+
+
+def _each(book: Book, several: Sequence[range]) -> Iterator[Columns]:
+    kept: dict[int, list[Columns]] = {}
+    room = KEPT
     for entry in book.entries:
-        leaf = book.leaves[entry.leaf]
-        for ranks in alone or blocks(settled.world_size, manifest.world_size):
-            for found, _ in leaf.batches(ranks, manifest.block_size):
+        if entry.leaf in kept:
+            yield from (replace(columns, tensor=entry.wanted, source=entry.source) for columns in kept[entry.leaf])
+            continue
+        made: list[Columns] = []
+        for ranks in several:
+            for found, _ in book.leaves[entry.leaf].batches(ranks, book.manifest.block_size):
                 if len(found):
-                    yield _columns(entry.wanted, entry.source, found)
+                    columns = _columns(entry.wanted, entry.source, found)
+                    room -= len(found)
+                    if room >= 0:
+                        made.append(columns)
+                    yield columns
+        if room >= 0:
+            kept[entry.leaf] = made
 
 
 def _columns(wanted: str, source: str, found: Transfers) -> Columns:

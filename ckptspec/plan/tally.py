@@ -45,10 +45,10 @@ class _Sums:
     digests: list[hashlib._Hash]
     once: dict[tuple[int, ...], Reads] = field(default_factory=dict)
 
-    def add(self, ranks: range, own: bool) -> None:
-        """Add what goes to `ranks`; with `own` a rank opens the shard of its own number in any case."""
+    def add(self, ranks: range) -> None:
+        """Add what goes to `ranks`."""
         marks = np.zeros((len(ranks), self.book.manifest.world_size), np.bool_)
-        mine = [r for r in ranks if own and r < marks.shape[1]]
+        mine = [r for r in ranks if self.book.found.own and r < marks.shape[1]]
         marks[ints(mine) - ranks.start, mine] = True
         shared = {leaf for signature in self.signatures if len(signature) > 1 for leaf in signature}
         kept: dict[int, list[Reads]] = {leaf: [] for leaf in shared}
@@ -84,8 +84,8 @@ class _Sums:
         self.once[signature] = Reads(pieces, pieces, low, high)
 
 
-def tally(book: Book, own: bool) -> Tally:
-    """Return the sums over all transfers; with `own` each rank opens its own shard too, if there is one."""
+def tally(book: Book) -> Tally:
+    """Return the sums over all transfers."""
     world = book.found.destination.world_size
     columns = np.zeros((4, world), np.int64)
     made = Tally(columns[0], columns[1], columns[2], columns[3])
@@ -93,7 +93,7 @@ def tally(book: Book, own: bool) -> Tally:
     digests = [hashlib.sha256() for _ in book.leaves]
     sums = _Sums(book, book.manifest.block_size, made, uses, Counter(book.signatures()), digests)
     for ranks in blocks(world, book.manifest.world_size):
-        sums.add(ranks, own)
+        sums.add(ranks)
     made.read_once = sum(
         int((reads.high - reads.low).sum()) * sums.signatures[signature] for signature, reads in sums.once.items()
     )

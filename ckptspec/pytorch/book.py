@@ -6,7 +6,7 @@ tensors are known from the manifest, and values are read from the nearest shard 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckptspec.engine.fetch import Opened
@@ -76,6 +76,11 @@ class Book:
         if entry is not None:
             return entry.shape is None
         return any(m.objects.get(name[:i]) == "rank" for i, c in enumerate(name) if c == "/")
+
+    def privates(self) -> Iterator[str]:
+        """Yield the names of all that each rank has of its own, whichever rank it is."""
+        yield from (n for n, kind in self._manifest.objects.items() if kind == "rank")
+        yield from (n for n, t in self._manifest.tensors.items() if t.shape is None)
 
     def _widen(self) -> None:
         """Put in what other ranks have: tensors by name, values from the shards that hold them."""

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
+import torch
+
+from ckptspec.check.cadence import cadence
+from ckptspec.check.keeping import Keep, metrics_note
 from ckptspec.engine.notes import Notes
+from ckptspec.engine.retention import Ledger, retain
 from ckptspec.engine.snapshot import Snapshot
 from ckptspec.errors import SaveError
 from ckptspec.format.manifest import Manifest
 from ckptspec.pytorch import group
 from ckptspec.pytorch.api import load
 from ckptspec.pytorch.background import RAISE, Pending, SaveResult, Tolerance, timed
+from ckptspec.pytorch.boundaries import Boundaries, Signals
 from ckptspec.pytorch.declare import snapshot
+from ckptspec.pytorch.lazy import Gate, lazy_names
 from ckptspec.pytorch.restoring import RestoreResult, Restoring
 from ckptspec.pytorch.saving import SaveOptions, commit
 from ckptspec.pytorch.staging import Staging
@@ -24,25 +33,35 @@ from ckptspec.pytorch.staging import Staging
 log = logging.getLogger("ckptspec")
 
 WAIT, SKIP = "wait", "skip"
+COPY, LAZY = "copy", "lazy"
 
 
 class Checkpointer:
     """Saves and restores one run; every rank makes one and calls its methods in the same order.
 
     `save` returns once the state is copied; a thread writes and commits it, never through the training's process group.
+    After each commit the run is tidied: of its checkpoints the `keep_last` newest stay, the multiples of `keep_every`,
+    the `keep_best` (metric, "min" or "max", how many), and the steps in `protect`; keep_last=None alone keeps all.
     `on_busy` says what a save does while another is under way: "wait", or "skip", as rank 0 finds it. `on_error` is
     "raise", or "warn" for up to `max_failures` failed saves in a row. `staging_memory` (bytes) bounds the copy.
-    `observe` gets every SaveResult. All else is as in `ckptspec.save`.
+    `save_every` (steps, or a time such as "10min") and `save_on` (signals, such as SIGTERM) say when `due` tells all
+    ranks to save. `observe` gets every SaveResult. All else is as in `ckptspec.save`.
     """
 
     def __init__(
         self,
         run: str | os.PathLike[str],
         *,
+        keep_last: int | None = 5,
+        keep_every: int | None = None,
+        keep_best: tuple[str, str, int] | None = None,
+        protect: Collection[int] = (),
         on_busy: str = WAIT,
         on_error: str = RAISE,
         max_failures: int = 3,
         staging_memory: int | None = None,
+        save_every: int | str | timedelta | None = None,
+        save_on: Iterable[signal.Signals] = (),
         observe: Callable[[SaveResult], None] | None = None,
         **options: Any,
     ) -> None:
@@ -53,20 +72,38 @@ class Checkpointer:
         self._options = SaveOptions(**options)
         self._tolerance = Tolerance(on_error, max_failures)
         self._staging = Staging(staging_memory)
+        self._keep = Keep(keep_last, keep_every, keep_best, protect)
+        self._ledger = Ledger(self.run)
         self._observe = observe
         self._pending: Pending | None = None
         self._closed = False
+        self._signals = Signals(save_on)
+        self._cadence = cadence(save_every) if save_every is not None else None
+        self._at: Boundaries | None = None
+        self._signals.catch()
 
     # ---- saving ------------------------------------------------------------------------------------------------------
 
     def save(
-        self, step: int, state: Any, *, blocking: bool = False, annotations: Mapping[str, Any] | None = None
+        self,
+        step: int,
+        state: Any,
+        *,
+        blocking: bool = False,
+        staging: str = COPY,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        metrics: Mapping[str, float] | None = None,
+        annotations: Mapping[str, Any] | None = None,
     ) -> Pending:
-        """Begin to save `state` as a checkpoint of `step` and return the save; changes to the state are not in it.
+        """Begin to save `state` as a checkpoint of `step` and return the save; later changes of it are left out.
 
         First the save before is waited for (or this one is skipped), and its failure is raised here, on every rank.
-        With `blocking` it is waited for as well.
+        With `blocking` this one is waited for as well. With staging="lazy" what the `optimizers` alone change is copied
+        while training goes on, and their steps wait for it; everything else is copied at once. `metrics` are numbers
+        by which the best checkpoints are kept.
         """
+        if staging not in (COPY, LAZY):
+            raise ValueError(f'staging is "copy" or "lazy", not {staging!r}')
         if self._closed:
             raise SaveError("this Checkpointer is closed", rule="P-AGREE")
         if self._busy():
@@ -74,20 +111,55 @@ class Checkpointer:
             self._tell(found)
             return Pending.ended(found)
         self.wait()
+        self._boundaries().saved(step)
         begun = time.monotonic()
-        take = self._staged(step, state)
+        copy = self._staged(step, state, optimizers if staging == LAZY else None)
         staged = time.monotonic() - begun
-        request = self._options.request(step, annotations)
+        request = self._options.request(step, {**(annotations or {}), **metrics_note(metrics or {})})
         channel = group.channel(self._options.silence)
 
         def work() -> Manifest:
-            return commit(self.run, take, request, channel, self._options.memory)
+            take = copy()  # before anything that may wait for other ranks: steps may wait for these copies
+            manifest = commit(self.run, take, request, channel, self._options.memory)
+            if channel.rank == 0:
+                self._tidy(manifest)
+            return manifest
 
         self._pending = Pending(step, lambda: timed(work, step, staged, self._staging.nbytes))
         pending = self._pending
         if blocking:
             self.wait()
         return pending
+
+    def _tidy(self, manifest: Manifest) -> None:
+        """Remove what retention lets go, now that a newer checkpoint is durable; that can wait, so it fails nothing."""
+        if not self._keep.removes:
+            return
+        try:
+            done = retain(self.run, self._keep, after=manifest.save_id, run_id=manifest.run_id, ledger=self._ledger)
+        except OSError as e:
+            log.warning("older checkpoints of %s could not be removed: %s", self.run, e)
+        else:
+            for fate in done.removed:
+                log.info("retention removed step %d of %s: %s", fate.step.step, self.run, fate.reason)
+
+    def due(self, step: int) -> bool:
+        """Return whether all ranks save at this step, by the cadence or because a signal came; ask it at every step.
+
+        Between two steps the ranks must meet in a collective, as training does.
+        """
+        return self._boundaries().due(step)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a signal asked for the end of the training: true on all ranks from the step that is saved for it."""
+        return self._at is not None and self._at.stopping
+
+    def _boundaries(self) -> Boundaries:
+        if self._at is None:
+            here = group.world()
+            self._at = Boundaries(self._notes(), here.rank, here.size, self._cadence, self._signals)
+        return self._at
 
     def _busy(self) -> bool:
         """Return whether this save is to be skipped: rank 0 decides once for all ranks."""
@@ -100,19 +172,37 @@ class Checkpointer:
     def _notes(self) -> Notes:
         return group.channel(self._options.silence).notes
 
-    def _staged(self, step: int, state: Any) -> Callable[[], Snapshot]:
-        """Copy the state and return what gives its snapshot; a state that cannot be saved fails there, on all ranks."""
+    def _staged(
+        self, step: int, state: Any, optimizers: Sequence[torch.optim.Optimizer] | None
+    ) -> Callable[[], Callable[[], Snapshot]]:
+        """Copy the state, and return what copies the rest of it and then gives its snapshot.
+
+        What is wrong with the state is raised by that snapshot, inside the attempt: then it fails on all ranks.
+        """
         try:
             self._options.check(step)
-            snap = snapshot(self._staging.take(self._options.capture(state)))
+            captured = self._options.capture(state)
+            later = frozenset[str]() if optimizers is None else lazy_names(captured, optimizers)
+            copied = self._staging.take(captured, later)
+            snap = snapshot(copied.captured)
+            gate = Gate(captured, later, optimizers) if optimizers is not None else None
         except Exception as e:
-            error = e
+            refused = _raising(e)
+            return lambda: refused
 
-            def refuse() -> Snapshot:
-                raise error
+        def finish() -> Callable[[], Snapshot]:
+            try:
+                if gate is not None:
+                    copied.rest()
+                    gate.check()
+            except Exception as e:
+                return _raising(e)
+            finally:
+                if gate is not None:
+                    gate.open()
+            return lambda: snap
 
-            return refuse
-        return lambda: snap
+        return finish
 
     @property
     def staging_nbytes(self) -> int:
@@ -151,6 +241,7 @@ class Checkpointer:
         options.setdefault("memory", self._options.memory)
         job = Restoring(self.run, here.rank, self._notes(), lambda path: load(path, state, **options))
         result = job.newest(fallback=fallback) if step is None else job.exactly(step)
+        self._boundaries().saved(result.step or 0)
         log.info("%s", result.line())
         return result
 
@@ -163,6 +254,7 @@ class Checkpointer:
             self.wait()
         finally:
             self._staging.release()
+            self._signals.release()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -177,3 +269,10 @@ class Checkpointer:
             self.close()
         except Exception as e:
             log.warning("the last save failed too: %s", e)
+
+
+def _raising(error: Exception) -> Callable[[], Snapshot]:
+    def refuse() -> Snapshot:
+        raise error
+
+    return refuse

@@ -239,12 +239,13 @@ class _Load:
         o, kept = self.options, frozenset(found.kept)
         return select(
             tuple(n for n in found.here if n not in kept),
-            (*(n for n in found.matched if n in found.here), *left),
+            tuple(n for n in found.matched if n in found.here),
             only=o.only,
             skip=o.skip,
             missing=o.missing,
             unexpected=o.unexpected,
             manifest=self.manifest,
+            left=left,
         )
 
     def _replaceable(self, chosen: Selection, stored: Mapping[str, Any]) -> None:

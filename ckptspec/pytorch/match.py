@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from ckptspec.engine.fetch import Opened
@@ -71,19 +72,40 @@ class Match:
             if isinstance(self.matched[name], TensorRef):
                 self.routes.find(name)
         private = {self.routes.names.of(n) for n in (*self.kept, *self.mapped)}
+        if self.book.world_size != self.captured.world:  # what a rank that is gone had of its own goes with it
+            private |= {n for names in self._places.values() for n in names if self.wanted(n)}
         yield from self.routes.unused(self._used_objects(private) | private)
+
+    @cached_property
+    def _places(self) -> Mapping[str, Sequence[str]]:
+        """The places of the state that are this rank's own, each with what any rank had of its own there."""
+        places = {self.routes.names.of(p): p for p in self.captured.private}
+        out: dict[str, list[str]] = {}
+        for name in self.book.privates() if places else ():
+            for place in (p for p in (name, *_above(name)) if p in places):
+                out.setdefault(places[place], []).append(name)
+        return out
+
+    def private(self, name: str, stored: str, *, keeps: bool) -> bool:
+        """Tell whether a name is each rank's own; where this rank `keeps` what it has, whatever else is there too."""
+        return self.book.private(stored) or (keeps and any(p in self._places for p in (name, *_above(name))))
 
     def _used_objects(self, private: set[str]) -> set[str]:
         """Return the checkpoint's objects of which every part is matched; one that is cut into nothing is used."""
         taken = {self.routes.names.of(n) for n in self.matched} | private
         unmatched = {n for n, v in self.stored.items() if n not in taken and not isinstance(v, TensorRef)}
-        above = {n[:i] for n in unmatched for i, c in enumerate(n) if c == "/"} | unmatched
+        above = {place for n in unmatched for place in _above(n)} | unmatched
         return set(self.routes.manifest.objects) - above
 
     def left(self, unused: Sequence[bool]) -> tuple[str, ...]:
         """Return the names of what no rank has a use for; a flat tensor that is not wanted by its own alone."""
         entries = [e if e.member is None or self.wanted(e.name) else Entry(e.name) for e in self.routes.entries]
         return tuple(named(entries, unused))
+
+
+def _above(name: str) -> Iterator[str]:
+    """Yield the names of the places above a name."""
+    return (name[:i] for i, c in enumerate(name) if c == "/")
 
 
 def match(opened: Opened, into: Any, terms: Terms, *, wide: bool) -> Match:
@@ -110,9 +132,14 @@ def match(opened: Opened, into: Any, terms: Terms, *, wide: bool) -> Match:
     return found
 
 
+def _keeps(book: Book, terms: Terms) -> bool:
+    """Tell whether what is private stays as it is on this rank."""
+    return not book.own or (terms.private == KEPT and book.world_size != terms.world)
+
+
 def _not_kept(book: Book, terms: Terms) -> Wanted:
     """Return what tells whether a name is to be loaded, and is not private and to stay as it is on this rank."""
-    if book.own and (terms.private != KEPT or book.world_size == terms.world):
+    if not _keeps(book, terms):
         return terms.wanted
     return lambda name: terms.wanted(name) and not book.private(terms.names.of(name))
 
@@ -123,13 +150,13 @@ def _groups(captured: Capture) -> Mapping[str, FlatGroup]:
 
 def _pair(m: Match, terms: Terms) -> None:
     """Fill in what is matched: by name, by an explicit map, by a route; and what each rank keeps for itself."""
-    same_world = m.book.world_size == terms.world
+    same_world, keeps = m.book.world_size == terms.world, _keeps(m.book, terms)
     kept: list[str] = []
     mapped: list[str] = []
     for name, value in m.here.items():
         stored = terms.names.of(name)
         lost = m.book.damage is not None and not m.book.own
-        if (lost or not same_world) and m.book.private(stored):
+        if (lost or not same_world) and m.private(name, stored, keeps=keeps):
             if lost and same_world and terms.wanted(name) and terms.private != KEPT:
                 assert m.book.damage is not None
                 raise m.book.damage  # no other rank has a copy of what is private to this one

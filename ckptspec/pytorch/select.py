@@ -36,18 +36,23 @@ def select(
     missing: str = "error",
     unexpected: str = "error",
     manifest: Manifest | None = None,
+    left: Sequence[str] = (),
 ) -> Selection:
-    """Return the selection; raises PlanError [R-NAME] with both lists printed for names that only one side has."""
+    """Return the selection; raises PlanError [R-NAME] with both lists printed for names that only one side has.
+
+    `left` is what of the checkpoint nobody has a use for, by names there: a map may give such a name another meaning
+    in the state.
+    """
     if missing not in ("error", "keep") or unexpected not in ("error", "ignore"):
         raise ValueError('missing is "error" or "keep", unexpected is "error" or "ignore"')
     wanted = asked_for(only, skip)
     have, here = set(checkpoint), set(state)
     absent = tuple(n for n in state if wanted(n) and n not in have)
-    extra = tuple(n for n in checkpoint if wanted(n) and n not in here)
+    extra = tuple(n for n in (*(n for n in checkpoint if n not in here), *left) if wanted(n))
     if (absent and missing == "error") or (extra and unexpected == "error"):
         raise _mismatch(absent, extra, manifest)
     names = tuple(n for n in state if wanted(n) and n in have)
-    skipped = tuple(dict.fromkeys(n for n in (*state, *checkpoint) if not wanted(n)))
+    skipped = tuple(dict.fromkeys(n for n in (*state, *checkpoint, *left) if not wanted(n)))
     return Selection(names, skipped, absent, extra)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy
@@ -32,6 +33,14 @@ class _Place:
     nbytes: int
 
 
+@dataclass(frozen=True)
+class Copied:
+    """A captured state of copies; `rest` makes those that were to be made later."""
+
+    captured: Capture
+    rest: Callable[[], None]
+
+
 class Staging:
     """Pre-faulted memory for one copy of this rank's state, on the host; `limit` bounds it in bytes.
 
@@ -49,8 +58,8 @@ class Staging:
         """The bytes held for staging."""
         return 0 if self._memory is None else self._memory.numel()
 
-    def take(self, captured: Capture) -> Capture:
-        """Return the captured state with a copy of every tensor in place of the live one.
+    def take(self, captured: Capture, later: Collection[str] = ()) -> Copied:
+        """Return the captured state with a copy of every tensor in place of the live one; `later` are copied by `rest`.
 
         Raises SaveError [P-STAGING] where that takes more than the limit. The copy is overwritten by the next one.
         """
@@ -58,20 +67,15 @@ class Staging:
         total = places[-1].start + places[-1].nbytes if places else 0
         memory = self._room(total, any(p.leaf.tensor.device.type != "cpu" for p in places))
         leaves = dict(captured.leaves)
-        streams: dict[torch.device, torch.Stream] = {}
-        parts: list[tuple[Any, Any]] = []
+        now: list[tuple[Tensor, Tensor]] = []
+        rest: list[tuple[Tensor, Tensor]] = []
         for p in places:
             t = p.leaf.tensor
             copy = memory[p.start : p.start + p.nbytes].view(t.dtype).view(t.shape)
-            if _plain(t):
-                parts += _slices(copy, t)
-            else:
-                _copy(copy, t, streams)
+            (rest if p.name in later else now).append((copy, t))
             leaves[p.name] = replace(p.leaf, tensor=copy)
-        _copy_all(parts)
-        for stream in streams.values():
-            stream.synchronize()
-        return replace(captured, leaves=leaves)
+        _copy_pairs(now)
+        return Copied(replace(captured, leaves=leaves), partial(_copy_pairs, rest))
 
     def _room(self, nbytes: int, pinned: bool) -> Tensor:
         """Return staging memory of at least so many bytes, the same as before where it is enough."""
@@ -134,6 +138,20 @@ def _slices(to: Tensor, live: Tensor) -> Iterator[tuple[Any, Any]]:
     out, source = (t.detach().reshape(-1).view(torch.uint8).numpy() for t in (to, live))
     for at in range(0, len(source), PART):
         yield out[at : at + PART], source[at : at + PART]
+
+
+def _copy_pairs(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy each live tensor into its copy, and wait until that is done."""
+    streams: dict[torch.device, torch.Stream] = {}
+    parts: list[tuple[Any, Any]] = []
+    for copy, live in pairs:
+        if _plain(live):
+            parts += _slices(copy, live)
+        else:
+            _copy(copy, live, streams)
+    _copy_all(parts)
+    for stream in streams.values():
+        stream.synchronize()
 
 
 def _copy_all(parts: Sequence[tuple[Any, Any]]) -> None:

@@ -144,19 +144,19 @@ def cases(c: Contender, data: bytes) -> dict[str, Callable[[], Any]]:
 
     def many() -> None:
         with ThreadPoolExecutor(THREADS) as pool:
-            total = sum(pool.map(lambda i: c.get_range("big/0", i * 997, 4096), range(SMALL)))
-        assert total == SMALL * 4096
+            total = sum(pool.map(lambda i: c.get_range("small", 0, 4096), range(SMALL)))
+        assert total == SMALL * 4096  # of an object of that size: moto reads the whole object for each range of it
 
     def ranges() -> None:
         with ThreadPoolExecutor(THREADS) as pool:
-            total = sum(pool.map(lambda i: c.get_range("big/0", i, MIB), range(0, BIG, MIB)))
+            total = sum(pool.map(lambda i: c.get_range("big/0", i, PART), range(0, BIG, PART)))
         assert total == BIG
 
     return {
         f"put {BIG // MIB} MiB": lambda: [c.put(f"big/{i}", data) for i in range(OBJECTS)],
         f"put {BIG // MIB} MiB in parts": lambda: [c.put_parts(f"big/{i}", data) for i in range(OBJECTS)],
         f"get {BIG // MIB} MiB": lambda: [c.get(f"big/{i}") for i in range(OBJECTS)],
-        "get it in ranges of 1 MiB": ranges,
+        "get one in ranges of 8 MiB": ranges,
         f"{SMALL} gets of 4 KiB": many,
     }
 
@@ -209,6 +209,7 @@ def main() -> None:
         os.environ.update(server.environment)
         os.environ["AWS_ENDPOINT_URL"] = server.url
         contenders = {name: make(server.bucket) for name, make in CONTENDERS.items()}
+        server.put("small", data[:4096])
         for i in range(rounds):
             order = list(contenders)[i % len(contenders) :] + list(contenders)[: i % len(contenders)]
             for name in order:
