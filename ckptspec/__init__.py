@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from ckptspec.format.manifest import Manifest as Manifest
     from ckptspec.format.report import Finding as Finding
     from ckptspec.format.report import Report as Report
+    from ckptspec.format.report import Verdict as Verdict
+    from ckptspec.format.signature import Signature as Signature
     from ckptspec.format.target import Target as Target
     from ckptspec.plan.planned import Plan as Plan
     from ckptspec.pytorch.api import load as load
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from ckptspec.pytorch.load import LoadResult as LoadResult
     from ckptspec.pytorch.pieces import register_pieces as register_pieces
     from ckptspec.pytorch.restoring import RestoreResult as RestoreResult
+    from ckptspec.pytorch.signature import signature as signature
     from ckptspec.pytorch.wrappers import RNG as RNG
     from ckptspec.pytorch.wrappers import FlatShard as FlatShard
     from ckptspec.pytorch.wrappers import Local as Local
@@ -62,7 +65,8 @@ _HOMES = {
     "engine.verify": "validate",
     "errors": _ERRORS,
     "format.manifest": "SPEC_VERSION Manifest",
-    "format.report": "Finding Report",
+    "format.report": "Finding Report Verdict",
+    "format.signature": "Signature",
     "format.target": "Target",
     "plan.planned": "Plan",
     "pytorch.api": "load save",
@@ -72,6 +76,7 @@ _HOMES = {
     "pytorch.load": "LoadResult",
     "pytorch.pieces": "register_pieces",
     "pytorch.restoring": "RestoreResult",
+    "pytorch.signature": "signature",
     "pytorch.wrappers": "FlatShard Local RNG Replicated Shard",
 }
 _HOME = {name: f"ckptspec.{module}" for module, names in _HOMES.items() for name in names.split()}

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy
 import torch
+import torch.distributed as dist
 from reload_jobs import FORMS, Job, Net
 from torch.distributed.tensor import DTensor
 
@@ -142,17 +143,18 @@ RELOADS = [
 
 
 def load(rank: int, world: int, folder: Path, _: list[str], only: list[str]) -> None:
-    for case in RELOADS:
-        if case.world == world and case.name in only:
-            reload(case, rank, folder)
+    """Load checkpoints one after the other, every second one by exchange."""
+    cases = [case for case in RELOADS if case.world == world and case.name in only]
+    for number, case in enumerate(cases):
+        reload(case, rank, folder, dist.group.WORLD if number % 2 else None)
 
 
-def reload(case: Reload, rank: int, folder: Path) -> None:
+def reload(case: Reload, rank: int, folder: Path, group: dist.ProcessGroup | None) -> None:
     """Load one checkpoint; compare every tensor bit by bit, then the losses."""
     told = json.loads((folder / f"{case.source}.json").read_text())
     job = FORMS[case.form](case.world, 1)
     print(case.name, flush=True)
-    result = ckptspec.load(folder / case.source, into=job.state, **case.options)
+    result = ckptspec.load(folder / case.source, into=job.state, process_group=group, **case.options)
     laid_out_like_parameters(job)
     arrays = case.wanted(folder / case.source, ckptspec.read(folder / case.source))
     assert compare(job.state, arrays, rank, case.world) > 1
@@ -181,9 +183,9 @@ def compare(state: Any, arrays: Arrays, rank: int, world: int) -> int:
             continue
         for box in leaf.boxes:
             part = arrays[name][tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
-            held = leaf.holding.part(box).contiguous().numpy()
-            assert held.dtype == part.dtype, name
-            assert held.tobytes() == part.tobytes(), (name, rank, box)
+            held = leaf.holding.part(box).contiguous()
+            assert str(held.dtype) == f"torch.{part.dtype}", name
+            assert held.reshape(-1).view(torch.uint8).numpy().tobytes() == part.tobytes(), (name, rank, box)
             count += 1
         assert leaf.padding is None or not leaf.padding.any(), name
     return count

@@ -1,4 +1,4 @@
-"""S3 servers that tests start on the loopback: moto's, which keeps the conditions of puts, and a small one with faults."""
+"""S3 servers that tests start on the loopback: moto's, which keeps conditions of puts, and a small one with faults."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class _Handler(BaseHTTPRequestHandler):
         digest = hashlib.md5(data).hexdigest() if self.faults.etags else hashlib.sha1(data).hexdigest()
         return f'"{digest}"'
 
-    def do_PUT(self) -> None:  # noqa: N802
+    def do_PUT(self) -> None:
         if (begun := self._begin()) is None:
             return
         key, query, body = begun
@@ -164,7 +164,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.faults.objects[key] = body
         self._answer(200, ETag=self._tag(body))
 
-    def do_POST(self) -> None:  # noqa: N802
+    def do_POST(self) -> None:
         if (begun := self._begin()) is None:
             return
         key, query, body = begun
@@ -188,7 +188,7 @@ class _Handler(BaseHTTPRequestHandler):
             )
         self._answer(200, text.encode())
 
-    def do_DELETE(self) -> None:  # noqa: N802
+    def do_DELETE(self) -> None:
         if (begun := self._begin()) is None:
             return
         key, query, _ = begun
@@ -197,10 +197,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.faults.objects.pop(key, None)
         self._answer(204)
 
-    def do_HEAD(self) -> None:  # noqa: N802
+    def do_HEAD(self) -> None:
         self.do_GET()
 
-    def do_GET(self) -> None:  # noqa: N802
+    def do_GET(self) -> None:
         if (begun := self._begin()) is None:
             return
         key, query, _ = begun
@@ -213,9 +213,13 @@ class _Handler(BaseHTTPRequestHandler):
             return
         headers = {"ETag": self._tag(data), "Last_Modified": "Sun, 29 Nov 2026 12:00:00 GMT"}
         status, body = 200, data
-        span = re.match(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        span = re.match(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))
         if span is not None:
-            start, stop = int(span[1]), min(int(span[2]) + 1, len(data))
+            start, stop = (int(span[1]), int(span[2]) + 1) if span[1] else (len(data) - int(span[2]), len(data))
+            start, stop = max(0, start), min(stop, len(data))
+            if start >= stop:
+                self._answer(416, b"<Error><Code>InvalidRange</Code></Error>")
+                return
             status, body = 206, data[start:stop]
             headers["Content_Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
         with self.faults.lock:
@@ -247,7 +251,8 @@ class _Handler(BaseHTTPRequestHandler):
             )
         common = "".join(f"<CommonPrefixes><Prefix>{escape(f)}</Prefix></CommonPrefixes>" for f in sorted(folders))
         self._answer(
-            200, f"<ListBucketResult><IsTruncated>false</IsTruncated>{''.join(contents)}{common}</ListBucketResult>".encode()
+            200,
+            f"<ListBucketResult><IsTruncated>false</IsTruncated>{''.join(contents)}{common}</ListBucketResult>".encode(),
         )
 
 

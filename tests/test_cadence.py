@@ -170,7 +170,7 @@ def test_inspect_tells_what_a_failure_loses_and_how_often_to_save(run: Path, cap
         "cadence: 600 s of work between saves (the median of the last 9 gaps); a failure loses 300 s on average"
     )
     last = inspect(capfd, run, "--mtbf", "3").splitlines()[-1]
-    assert "with 3 h between failures and 20 s a save, save every 645 s" in last
+    assert "with 3 h between failures and 20 s a save, save every 644 s" in last
     told = json.loads(inspect(capfd, run, "--mtbf", "3", "--save-seconds", "30", "--format", "json"))["cadence"]
     assert told["suggested"] == suggest_interval(3 * 3600, 30)
     assert (told["interval"], told["expected_loss"], told["gaps"], told["save_seconds"]) == (600, 300, 9, 30)

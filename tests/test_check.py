@@ -25,7 +25,8 @@ from ckptspec.format.layout import Axis, BoxesLayout, Mesh, MeshLayout
 from ckptspec.format.manifest import Manifest, TensorEntry, from_document
 from ckptspec.format.objects import TensorRef
 from ckptspec.format.shard import ChunkRow
-from ckptspec.format.target import Target, of_manifest, resized
+from ckptspec.format.target import Target, of_manifest
+from ckptspec.plan.sizing import of_axes
 
 FILES = builder.build(builder.sample(4))
 WIDE = builder.build(builder.sample(4, copies=2))
@@ -485,10 +486,10 @@ def test_a_layout_is_the_same_when_it_places_the_same_whatever_it_is_called() ->
 
 def test_axes_are_resized_by_name_and_unknown_ones_refused() -> None:
     m = manifest()
-    assert codes(check_target(m, resized(m, {"dp": 2}))) == {"R-WORLD"}
-    assert codes(check_target(m, resized(m, {"dp": 4}))) == set()
+    assert codes(check_target(m, of_axes(m, {"dp": 2}))) == {"R-WORLD"}
+    assert codes(check_target(m, of_axes(m, {"dp": 4}))) == set()
     with pytest.raises(Exception, match="no mesh of the checkpoint has this axis"):
-        resized(m, {"tp": 2})
+        of_axes(m, {"tp": 2})
 
 
 def test_a_boxes_layout_is_judged_like_any_other() -> None:

@@ -112,7 +112,7 @@ def test_a_case_is_named_for_what_it_is(id: str) -> None:
 
 
 def test_two_libraries_agree_on_what_the_schemas_refuse() -> None:
-    for name in ("manifest", "target", "report", "plan"):
+    for name in ("manifest", "target", "signature", "report", "plan"):
         schema = schemas.load(name)
         one, other = jsonschema.Draft202012Validator(schema), jsonschema_rs.Draft202012Validator(schema)
         seen = 0

@@ -1,4 +1,4 @@
-"""One uneven model by FSDP2 over TP on 3 x 2 ranks, through ckptspec and through torch.distributed.checkpoint.
+"""One uneven model by FSDP2 over TP, and one matrix on other ranks, by ckptspec and by torch.distributed.checkpoint.
 
 Ours must be right. What torch does is recorded as it was measured, so that nobody has to take our word for it.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,11 +29,18 @@ Found = dict[str, dict[int, list[list[object]]]]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[str]]]:
+    """The folder of the checkpoints, and what every rank printed."""
+    folder = tmp_path_factory.mktemp("beside")
+    phases = [("save", 6), ("load", 6), ("write", 4), ("along", 3), ("across", 4)]
+    return folder, run_phases("dcp_cases", phases, folder, list(HELD))
+
+
+@pytest.fixture(scope="module")
+def found(run: tuple[Path, dict[str, list[str]]]) -> Found:
     """What every rank found, by phase and dimension, in rank order."""
-    said = run_phases("dcp_cases", [("save", 6), ("load", 6)], tmp_path_factory.mktemp("beside"), list(HELD))
     out: Found = {}
-    for phase, texts in said.items():
+    for phase, texts in run[1].items():
         for text in texts:
             for line in text.splitlines():
                 if line.startswith("FOUND "):
@@ -57,3 +65,31 @@ def test_what_torch_does_with_the_same_model(dim: int, found: Found) -> None:
         assert (saved, loaded, theirs) == ({at_save}, {at_load}, rows)
     elif theirs != HELD[dim]:
         warnings.warn(f"torch {torch.__version__}, dim {dim}: save {saved}, load {loaded}, rows {theirs}", stacklevel=1)
+
+
+# What is read of a matrix saved by rows on 4 ranks, by all ranks together, over the size of the checkpoint: loaded by
+# rows on 3, and by columns on 4. By itself a rank that wants columns reads every block, whoever else does.
+OURS = {"along": (0.99, 1.05), "across": (3.95, 4.05)}
+EXCHANGED = {"along": (0.99, 1.01), "across": (0.99, 1.01)}
+TORCH = {"along": (1.45, 1.55), "across": (3.95, 4.1)}
+
+
+def weight(folder: Path) -> int:
+    """The bytes of all files below a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def test_how_much_is_read_of_a_checkpoint_on_other_ranks(found: Found, run: tuple[Path, dict[str, list[str]]]) -> None:
+    read = {}
+    ours, theirs = weight(run[0] / "ours"), weight(run[0] / "theirs")
+    for phase, dim in (("along", 0), ("across", 1)):
+        figures = zip(*found[phase][dim], strict=True)  # a list of what the ranks read, for each way
+        read[phase] = [sum(read) / size for read, size in zip(figures, (ours, ours, theirs), strict=True)]
+    print({phase: [f"{ratio:.3f}" for ratio in found] for phase, found in read.items()})
+    for phase, (alone, exchanged, torchs) in read.items():
+        assert OURS[phase][0] < alone <= OURS[phase][1], read
+        assert EXCHANGED[phase][0] < exchanged <= EXCHANGED[phase][1], read
+        if torch.__version__.startswith(MEASURED):
+            assert TORCH[phase][0] < torchs < TORCH[phase][1], read
+        elif torchs < TORCH[phase][0]:
+            warnings.warn(f"torch {torch.__version__} reads {torchs:.2f} {phase}", stacklevel=1)

@@ -12,7 +12,7 @@ import make
 import numpy as np
 import pytest
 from fixtures import build
-from flats import Arrays, Form, forms, in_order
+from flats import Arrays, Form, cut, forms, in_order
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from logical import BLOCK, POOL, bits, check, fetched, held, placed, write
@@ -213,6 +213,19 @@ def test_one_need_may_have_several_destinations(tmp_path: Path) -> None:
     outs = [np.zeros(2, "float32") for _ in range(3)]
     assert fetch(opened, [(need, held(out, (1,))) for out in outs], POOL) == 24
     assert [out.tobytes() for out in outs] == [build.content("x", 12)[4:]] * 3
+
+
+def test_rows_of_a_flat_tensor_open_no_more_shards_than_hold_them(tmp_path: Path) -> None:
+    m, arrays = acceptance(8, "flats", 257)
+    m = write(tmp_path, m, arrays)
+    wanted, expected = acceptance(8, "rows", 257)
+    name = "optimizer/state/wte/master"
+    d = destination(m, target(replace(wanted, tensors={name: wanted.tensors[name]})))
+    for rank in range(8):
+        opened = Opened(str(tmp_path), m)
+        (boxes,) = fetched(opened, d, rank).values()
+        assert len(opened.documents) <= 2
+        assert all(array.tobytes() == cut(expected[name], box).tobytes() for box, array in boxes.items())
 
 
 @pytest.mark.parametrize("how", FORMS)

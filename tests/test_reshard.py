@@ -12,7 +12,20 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from written import World, columns, documents, flat, line, payloads, rows, states, values, whole
+from written import (
+    World,
+    columns,
+    flat,
+    job,
+    line,
+    manifest_of,
+    payloads,
+    rows,
+    states,
+    tensor_parallel_zero,
+    values,
+    whole,
+)
 
 import ckptspec
 from ckptspec.engine.asking import Outcome, Request
@@ -20,7 +33,7 @@ from ckptspec.engine.reshard import run
 from ckptspec.errors import PlanError, SaveError
 from ckptspec.format.box import Box
 from ckptspec.format.layout import Axis, BoxesLayout, Layout, Mesh, MeshLayout
-from ckptspec.format.manifest import Manifest, Member
+from ckptspec.format.manifest import Member
 from ckptspec.format.objects import TensorRef
 from ckptspec.format.target import Target, of_manifest
 from ckptspec.plan.renames import renames
@@ -43,10 +56,6 @@ LEAST = 4 << 20  # bytes of memory, enough for blocks up to 128 KiB
 def _no_waiting_for_disks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Durability has tests of its own; here a flush is time alone."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)
-
-
-def manifest_of(folder: Path) -> Manifest:
-    return documents(folder)[0]
 
 
 def moved(folder: Path, out: Path, target: Target, **options: Any) -> Outcome:
@@ -165,26 +174,6 @@ def form_of(w: World) -> dict[str, Any]:
 # ---- a checkpoint as jobs write them ---------------------------------------------------------------------------------
 
 
-def job(size: int = 4, block_size: int = 4096) -> World:
-    """A ZeRO job: parameters on all ranks, optimizer state flat, something private, a tied tensor."""
-    w = World(size, {"main": line(size)}, {"rows": rows(), "all": MeshLayout("main", ()), "zero": flat(align=4)})
-    w.block_size = block_size
-    w.add("model/w", "bfloat16", (257, 64), "rows")
-    w.add("model/v", "float32", (7, 5), "all")
-    members = [Member("model/w", 0, (257, 64)), Member(None, 257 * 64, (3,)), Member("model/v", 257 * 64 + 3, (7, 5))]
-    kinds = {"exp_avg": "optimizer/zero/exp_avg", "exp_avg_sq": "optimizer/zero/exp_avg_sq"}
-    w.add_group("optimizer/zero", "zero", members, kinds, "float32")
-    w.add_local("rng/torch", "uint8", {rank: (16 + rank,) for rank in range(size)})
-    w.aliases = {"model/head": "model/w"}
-    w.objects = {
-        "step": ("same", 12),
-        "optimizer/groups": ("same", [{"lr": 0.1, "betas": (0.9, 0.95)}]),
-        "rng/python": ("rank", {rank: [3, (rank, 1.5), None] for rank in range(size)}),
-    }
-    w.annotations = {"org.example.cluster": "a"}
-    return w
-
-
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
 def test_another_world_size_cuts_data_axes_and_flat_groups_anew(tmp_path: Path, world: int) -> None:
     folder = job().write(tmp_path / "run")
@@ -249,24 +238,6 @@ def test_zero_state_becomes_state_by_parameter_and_comes_back(tmp_path: Path) ->
     before, after = whole(folder), whole(Path(back.folder))
     assert before["optimizer/zero/exp_avg"].tobytes() == after["optimizer/zero/exp_avg"].tobytes()
     assert [m.tensors[n].role for n in m.tensors] == [back.manifest.tensors[n].role for n in m.tensors]
-
-
-def tensor_parallel_zero(tp: int, dp: int) -> World:
-    """ZeRO under tensor parallelism: one flat group for each tensor rank, of halves of columns and of rows."""
-    w = World(tp * dp, {"main": Mesh((Axis("dp", dp, "data"), Axis("tp", tp, "tensor")))})
-    w.block_size = 1000
-    w.layouts["model"] = columns(axis="tp")
-    w.add("model/w", "bfloat16", (96, 64), "model")
-    w.add("model/u", "bfloat16", (64, 32), "model")
-    for i in range(tp):
-        w.layouts[f"zero{i}"] = replace(flat(), at={"tp": i})
-        members = [
-            Member("model/w", 0, (96, 64 // tp), (96, 64), (0, 64 // tp * i)),
-            Member("model/u", 96 * 64 // tp, (64 // tp, 32), (64, 32), (64 // tp * i, 0)),
-        ]
-        kinds = {k: f"optimizer/zero{i}/{k}" for k in ("master", "exp_avg")}
-        w.add_group(f"optimizer/zero{i}", f"zero{i}", members, kinds, "float32")
-    return w
 
 
 @pytest.mark.parametrize(("one", "other"), [((2, 2), (4, 1)), ((4, 1), (1, 3)), ((1, 2), (2, 3)), ((2, 1), (2, 2))])

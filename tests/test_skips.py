@@ -12,7 +12,7 @@ from forks import run_phases
 
 import ckptspec
 
-WORLD, SILENCE = 3, 1.5
+WORLD, SILENCE = 3, 1.2
 
 
 def state(rank: int, fill: float) -> dict[str, Any]:
@@ -37,7 +37,12 @@ def named(error: BaseException, rank: int, absent: int) -> None:
 
 def leaving_out(rank: int, folder: Path, absent: int) -> None:
     run = folder / f"without-{absent}"
-    ckptspec.save(run, state(rank, 1), step=1)
+    if rank != absent:
+        with pytest.raises(ckptspec.SaveError, match="did not meet") as never:
+            ckptspec.save(run, state(rank, 0), step=0, silence=SILENCE)
+        assert never.value.rank == absent
+    dist.barrier()
+    ckptspec.save(run, state(rank, 1), step=1, silence=30)
     if rank != absent:
         with pytest.raises(ckptspec.SaveError) as caught:
             ckptspec.save(run, state(rank, 2), step=2, silence=SILENCE)

@@ -208,6 +208,32 @@ def test_rows_are_read_in_place_between_two_blocks_that_are_cut() -> None:
     assert memory.scattered * 4 < 128
 
 
+def test_the_last_block_of_a_chunk_may_be_short_and_is_read_in_place_with_the_others() -> None:
+    array = spread((101, 8), 4)
+    box = Box((1, 0), (100, 8))
+    memory = Memory(box, dtype("float32"))
+    found = list(slabs([Wish(View(0, Box.whole((101, 8))), box, memory)], array.nbytes, 4, 64, 128))
+    assert [(s.low, s.high, s.place is not None) for s in found] == [(0, 64, False), (64, 3232, True)]
+    for slab in found:
+        moved(memoryview(array.reshape(-1).view(np.uint8)), 4, slab)
+    assert same(memory.array, array[1:])
+
+
+@given(st.sampled_from(sorted(KINDS)), st.integers(16, 100), st.data())
+def test_a_row_of_elements_arrives_whatever_its_blocks_cut(itemsize: int, block: int, data: st.DataObject) -> None:
+    array = spread((200 * 16 // itemsize,), itemsize)
+    start = data.draw(st.integers(0, 20))
+    box = Box((start,), (data.draw(st.integers(len(array) // 2, len(array) - start)),))
+    memory = Memory(box, dtype(str(array.dtype)))
+    wish = Wish(View(0, Box.whole(array.shape)), box, memory)
+    found = list(slabs([wish], array.nbytes, itemsize, block, 2 * block))
+    assert any(s.place is not None for s in found) == (block % itemsize == 0)
+    for slab in found:
+        moved(memoryview(array.view(np.uint8)), itemsize, slab)
+    assert same(memory.array, part(array, box, (0,)))
+    check_reads([(s.low, s.high) for s in found], wanted(array, [(wish.view, box)]), itemsize, block)
+
+
 @pytest.mark.parametrize(("rows", "place"), [(2 * LEAST_IN_PLACE, True), (2 * LEAST_IN_PLACE - 1, False)])
 def test_few_blocks_are_not_worth_a_read_in_place(rows: int, place: bool) -> None:
     box = Box((0, 0), (rows, 8))
@@ -355,6 +381,28 @@ def test_a_range_of_rows_is_read_straight_into_its_memory(ndim: int, tmp_path: P
     assert memory.asked == 1
     assert memory.scattered < 2 * 1024  # no more than the two blocks that are cut went by way of a buffer
     assert sum(high - low for low, high in read) <= 700 * 1024 + 2 * 4096
+
+
+@pytest.mark.parametrize(("rows", "ndim"), [((0, 1000), 2), ((101, 700), 2), ((101, 700), 1), ((600, 400), 2)])
+def test_what_is_read_straight_into_memory_is_verified_to_the_last_block(
+    rows: tuple[int, int], ndim: int, tmp_path: Path
+) -> None:
+    array = spread((1000, 256), 4)
+    source = write(tmp_path, [array.reshape(-1) if ndim == 1 else array], 4096)
+    chunk = source.index.chunks[0]
+    box, view = Box((rows[0], 0), (rows[1], 256)), View(0, Box.whole((1000, 256))) if ndim == 1 else None
+    low, high = rows[0] * 1024, sum(rows) * 1024
+    for at in (low, low + 4096, (low + high) // 2, high - 4097, high - 1):
+        flipped(source, chunk.start + at)
+        with pytest.raises(IntegrityError) as caught:
+            execute([(source, [Transfer(0, box, Memory(box, dtype("float32")), view)])], pool_for(4096))
+        first = chunk.start + at // 4096 * 4096
+        assert caught.value.where.range == (first, min(first + 4096, chunk.start + chunk.nbytes))
+        flipped(source, chunk.start + at)
+    for at in (low // 4096 * 4096 - 1, -(-high // 4096) * 4096):
+        if 0 <= at < chunk.nbytes:
+            flipped(source, chunk.start + at)
+    execute([(source, [Transfer(0, box, Memory(box, dtype("float32")), view)])], pool_for(4096))
 
 
 def test_a_whole_chunk_is_read_straight_into_its_memory_and_into_two_by_way_of_a_buffer(tmp_path: Path) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import numpy as np
 
 from ckptspec.engine import commit
@@ -188,6 +187,10 @@ def documents(folder: Path) -> tuple[Manifest, list[Any]]:
     return m, [open_shard(str(folder), entry, m, numpy=False) for entry in m.shards]
 
 
+def manifest_of(folder: Path) -> Manifest:
+    return documents(folder)[0]
+
+
 def whole(folder: Path) -> dict[str, Any]:
     """Every tensor put together chunk by chunk; local ones by rank."""
     m, docs = documents(folder)
@@ -224,11 +227,6 @@ def states(folder: Path) -> list[Any]:
     return [doc.state for doc in documents(folder)[1]]
 
 
-def unpacked(data: bytes) -> Any:
-    """Plain msgpack."""
-    return msgpack.unpackb(data)
-
-
 def rows(mesh: str = "main", axis: str = "dp") -> MeshLayout:
     """Cut along the first dimension."""
     return MeshLayout(mesh, ((axis,),))
@@ -242,3 +240,44 @@ def columns(mesh: str = "main", axis: str = "dp") -> MeshLayout:
 def flat(mesh: str = "main", axis: str = "dp", align: int = 1) -> FlatLayout:
     """Cut a one-dimensional tensor in parts."""
     return FlatLayout(mesh, (axis,), {}, align)
+
+
+# ---- worlds ----------------------------------------------------------------------------------------------------------
+
+
+def job(size: int = 4, block_size: int = 4096) -> World:
+    """A ZeRO job: parameters on all ranks, optimizer state flat, something private, a tied tensor."""
+    w = World(size, {"main": line(size)}, {"rows": rows(), "all": MeshLayout("main", ()), "zero": flat(align=4)})
+    w.block_size = block_size
+    w.add("model/w", "bfloat16", (257, 64), "rows")
+    w.add("model/v", "float32", (7, 5), "all")
+    members = [Member("model/w", 0, (257, 64)), Member(None, 257 * 64, (3,)), Member("model/v", 257 * 64 + 3, (7, 5))]
+    kinds = {"exp_avg": "optimizer/zero/exp_avg", "exp_avg_sq": "optimizer/zero/exp_avg_sq"}
+    w.add_group("optimizer/zero", "zero", members, kinds, "float32")
+    w.add_local("rng/torch", "uint8", {rank: (16 + rank,) for rank in range(size)})
+    w.aliases = {"model/head": "model/w"}
+    w.objects = {
+        "step": ("same", 12),
+        "optimizer/groups": ("same", [{"lr": 0.1, "betas": (0.9, 0.95)}]),
+        "rng/python": ("rank", {rank: [3, (rank, 1.5), None] for rank in range(size)}),
+    }
+    w.annotations = {"org.example.cluster": "a"}
+    return w
+
+
+def tensor_parallel_zero(tp: int, dp: int) -> World:
+    """ZeRO under tensor parallelism: one flat group for each tensor rank, of halves of columns and of rows."""
+    w = World(tp * dp, {"main": Mesh((Axis("dp", dp, "data"), Axis("tp", tp, "tensor")))})
+    w.block_size = 1000
+    w.layouts["model"] = columns(axis="tp")
+    w.add("model/w", "bfloat16", (96, 64), "model")
+    w.add("model/u", "bfloat16", (64, 32), "model")
+    for i in range(tp):
+        w.layouts[f"zero{i}"] = replace(flat(), at={"tp": i})
+        members = [
+            Member("model/w", 0, (96, 64 // tp), (96, 64), (0, 64 // tp * i)),
+            Member("model/u", 96 * 64 // tp, (64 // tp, 32), (64, 32), (64 // tp * i, 0)),
+        ]
+        kinds = {k: f"optimizer/zero{i}/{k}" for k in ("master", "exp_avg")}
+        w.add_group(f"optimizer/zero{i}", f"zero{i}", members, kinds, "float32")
+    return w

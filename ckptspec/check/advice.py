@@ -127,8 +127,9 @@ def mend(s: Situation, loss: Loss, code: str) -> Iterator[Advice]:
     nbytes = sum(loss.sizes.values())
     text = "every byte that ranks share has another copy: write the checkpoint whole again, every byte verified"
     yield Advice("repair", code, text, {"bytes": sum(loss.recoverable.values())}, argv, loses, Cost(nbytes, MEMORY))
-    text = "or load this folder by its path: load reads the other copies by itself, and says so"
-    yield Advice("recover", code, text, {}, (), loses, Cost(nbytes))
+    call = "ckptspec.load(path, into)" if not loss.private else 'ckptspec.load(path, into, private="keep")'
+    text = f"load this folder by its path as it is: {call} reads the other copies, and says so"
+    yield Advice("recover", code, text, {"private": "keep"} if loss.private else {}, (), loses, Cost(nbytes))
 
 
 def by_map(s: Situation, code: str) -> Advice:

@@ -7,20 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from math import prod
 
 from ckptspec.check.nearness import Nearness
 from ckptspec.check.pairs import LOOKED, Pair, pairs
 from ckptspec.check.registry import capped, fault
-from ckptspec.check.worlds import at
+from ckptspec.check.unlike import Couple, dtypes, shapes
 from ckptspec.errors import PlanError, Where
 from ckptspec.format.manifest import Manifest
 from ckptspec.format.names import split
 from ckptspec.format.report import Finding
 from ckptspec.format.signature import Described
 from ckptspec.plan.routes import Route, Routes
-
-SHOWN = 8  # names in one line
 
 
 @dataclass(frozen=True)
@@ -71,8 +68,9 @@ def compare(asked: Asked, routes: Routes, *, exact: bool = False) -> Compared:
     out = work.out
     if not asked.open:
         out.findings += capped(_idle(out))
-    for rule in (_dtypes, _shapes):
-        out.findings += capped(rule(work, {**out.found, **work.likely}))
+    couples = list(work.couples())
+    out.findings += capped(dtypes(asked.asker, couples))
+    out.findings += capped(shapes(asked.asker, couples))
     return out
 
 
@@ -128,6 +126,13 @@ class _Comparison:
     def described(self, route: Route) -> Described:
         """Return what a way leads to."""
         return Described(route.dtype, None if route.local else route.shape)
+
+    def couples(self) -> Iterator[Couple]:
+        """Yield the tensors that were found, or seem to be there under another name, beside what is asked for."""
+        for name, route in {**self.out.found, **self.likely}.items():
+            if name in self.asked.tensors:
+                stored = self.stored(name) or name
+                yield Couple(name, stored, self.described(route), self.asked.tensors[name])
 
     # ---- names -------------------------------------------------------------------------------------------------------
 
@@ -260,34 +265,3 @@ def relatives(names: Iterable[str]) -> Callable[[str], bool]:
 
 def _above(name: str) -> Iterator[str]:
     return (name[:i] for i, c in enumerate(name) if c == "/")
-
-
-def _dtypes(work: _Comparison, found: Mapping[str, Route]) -> Iterator[Finding]:
-    for name, route in found.items():
-        wanted = work.asked.tensors.get(name)
-        if wanted is not None and route.dtype != wanted.dtype:
-            where = at("tensors", work.stored(name) or name, "dtype", tensor=name)
-            yield fault("R-DTYPE", f"{work.asked.asker} wants another dtype", where, route.dtype, wanted.dtype)
-
-
-def _shapes(work: _Comparison, found: Mapping[str, Route]) -> Iterator[Finding]:
-    for name, route in found.items():
-        wanted = work.asked.tensors.get(name)
-        have = work.described(route)
-        if wanted is not None and have.shape != wanted.shape:
-            where = at("tensors", work.stored(name) or name, "shape", tensor=name)
-            message = f"{work.asked.asker} wants another shape{_likeness(have.shape, wanted.shape)}"
-            yield fault("R-SHAPE", message, where, _shape(have.shape), _shape(wanted.shape))
-
-
-def _likeness(have: tuple[int, ...] | None, want: tuple[int, ...] | None) -> str:
-    """Return in words how two shapes are alike, if they are."""
-    if have is None or want is None or prod(have) != prod(want):
-        return ""
-    if sorted(have) == sorted(want) and len(have) > 1:
-        return ": it is transposed" if have == want[::-1] else ": its dimensions are in another order"
-    return ": it has as many elements"
-
-
-def _shape(shape: tuple[int, ...] | None) -> str:
-    return "a shape of each rank's own" if shape is None else str(list(shape))

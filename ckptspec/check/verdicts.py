@@ -10,7 +10,7 @@ from math import prod
 from ckptspec.check.ranges import joined, ranges, text
 from ckptspec.format.box import Box, contains
 from ckptspec.format.dtypes import DTYPES
-from ckptspec.format.layout import BoxesLayout, Layout, LocalLayout, MeshLayout
+from ckptspec.format.layout import BoxesLayout, Layout, MeshLayout
 from ckptspec.format.manifest import Manifest, TensorEntry
 from ckptspec.format.placement import resolve
 from ckptspec.format.report import Verdict
@@ -18,6 +18,7 @@ from ckptspec.format.report import Verdict
 SHOWN = 20  # tensors that get a verdict of their own
 STEPS = 1 << 20  # boxes of bad ranks that are looked at; what comes after is said to be unknown
 RANGES = 64  # ranges that one verdict lists
+LISTED = 4096  # ranks without a shard that are looked for
 PRIVATE = "state private to a rank"
 
 
@@ -169,10 +170,10 @@ def _whole(loss: Loss) -> Iterator[Verdict]:
     if copied:
         n = sum(loss.recoverable[name] for name in copied)
         reason = f"the {n:,} bytes that cannot be read have another copy, which load and reshard read"
-        yield Verdict(f"{len(copied)} tensors in part unreadable", "lossless", reason)
+        yield Verdict(f"tensors that have another copy: {len(copied)}", "lossless", reason)
     whole = len(loss.sizes) - len(loss.tensors) - len(copied)
     if whole:
-        yield Verdict(f"{whole} other tensors", "lossless", "every byte is stored by a shard that is there")
+        yield Verdict(f"untouched tensors: {whole}", "lossless", "every byte is stored by a shard that is there")
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
@@ -180,7 +181,14 @@ def _ranks(ranks: tuple[int, ...]) -> str:
     return shown + (" and more" if len(ranks) > 8 else "")
 
 
+def unlisted(m: Manifest) -> set[int]:
+    """Return the ranks that no shard is listed for; of very many, none: they are no shards that went missing."""
+    if not 0 < m.world_size - len(m.shards) <= LISTED:
+        return set()
+    return set(range(m.world_size)) - {entry.rank for entry in m.shards}
+
+
 def private_names(m: Manifest) -> tuple[str, ...]:
     """Return the names of what each rank stores of its own."""
-    tensors = (n for n, t in m.tensors.items() if isinstance(m.layouts[t.layout], LocalLayout))
+    tensors = (n for n, t in m.tensors.items() if t.shape is None)
     return (*tensors, *(n for n, kind in m.objects.items() if kind == "rank"))

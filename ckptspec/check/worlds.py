@@ -50,7 +50,11 @@ def count(m: Manifest) -> Iterator[Finding]:
     """One shard for each rank."""
     if len(m.shards) != m.world_size:
         message = "the number of shards is not the world size"
-        yield fault("W-COUNT", message, at("shards"), f"{m.world_size} shards", len(m.shards))
+        there = {entry.rank for entry in m.shards}
+        gone = islice((rank for rank in range(m.world_size) if rank not in there), FEW + 1)
+        ranks = ", ".join(str(rank) for rank in gone)
+        found = f"{len(m.shards)}, and none of rank {ranks}" if ranks else len(m.shards)
+        yield fault("W-COUNT", message, at("shards"), f"{m.world_size} shards", found)
 
 
 @rule("W-RANKS")

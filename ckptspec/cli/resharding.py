@@ -192,7 +192,7 @@ def lines(outcome: Outcome) -> Iterator[str]:
         yield f"went on after {outcome.resumed} units that an earlier call had finished"
     for private in outcome.private:
         if private.gone:
-            yield f"private: {private.name}: not carried from {_ranks(private.gone)}, which the result has not"
+            yield f"private: {private.name}: not carried is that of {_ranks(private.gone)}"
         if private.without:
             yield f"private: {private.name}: {_ranks(private.without)} begin without"
     for r in account.recovered.values():

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 from ckptspec.check.keeping import Fate, Keep
 from ckptspec.check.leftovers import Leftover, Ruling, rule
-from ckptspec.engine import lease
-from ckptspec.engine.lease import Signs
-from ckptspec.engine.locate import committed, is_run, newest
+from ckptspec.engine.leftovers import Leftovers, at, save_ids
+from ckptspec.engine.locate import is_run
 from ckptspec.engine.retention import Retained, Trace, remove, retain, untraced
-from ckptspec.engine.staging import MANIFEST, saved
+from ckptspec.engine.signs import signs
 from ckptspec.errors import CkptspecError, Where
 from ckptspec.format import names
-from ckptspec.format.manifest import Manifest
 from ckptspec.storage import local
 
 MIN_AGE = 3600.0  # seconds
-# What lies in a step's folder before its manifest does, where the manifest comes last: each name has its save's id.
-_UNLINKED = re.compile(r"(?:rank-[0-9]+-|\.manifest-|\.journal-)([0-9a-f]{32})(?:\.shard|\.json|-[0-9a-f]+)\Z")
-_JOURNAL = ".journal-"  # of a reshard, locked while its process lives
 
 
 @dataclass(frozen=True)
@@ -81,12 +74,12 @@ def clean(
         raise CkptspecError(message, rule="P-CLEAN", where=Where(folder), advice=advice)
     before = {name: _nbytes(os.path.join(folder, name)) for name in _step_names(folder)} if keep is not None else {}
     kept = Retained(()) if keep is None else retain(folder, keep, dry_run=dry_run, trace=trace)
-    items = [(f.kept, _step_item(f, before)) for f in kept.fates]
-    told = {f.step.name for f in kept.fates}
-    for leftover in _Leftovers(folder).all():
-        if leftover.name not in told:
-            ruling = rule(leftover, min_age, abandoned=abandoned)
-            items.append(_clear(folder, leftover, ruling, dry_run, trace))
+    leftovers = {x.name: x for x in Leftovers(folder).all()}
+    items = [(f.kept, _step_item(f, before)) for f in kept.fates if not f.kept or f.step.name not in leftovers]
+    told = {f.step.name for f in kept.removed}
+    for leftover in [x for x in leftovers.values() if x.name not in told]:
+        ruling = rule(leftover, min_age, abandoned=abandoned)
+        items.append(_clear(folder, leftover, ruling, dry_run, trace))
     return Cleaned(tuple(i for stays, i in items if not stays), tuple(i for stays, i in items if stays))
 
 
@@ -121,39 +114,12 @@ def _remove(run: str, leftover: Leftover, trace: Trace) -> str | None:
         local.fsync_folder(run)
         local.remove_tree(path)
         return None
-    ids = _save_ids(leftover.name, path)
+    ids = save_ids(leftover.name, path)
 
     def busy(now: str) -> str | None:
-        return _at(now, ids, lease.signs(run))
+        return at(now, ids, signs(run))
 
     return remove(run, leftover.name, "", busy=busy, whole=False, trace=trace)
-
-
-def _at(path: str, ids: tuple[str, ...], signs: Signs) -> str | None:
-    """Return who is at a leftover."""
-    return signs.at(*ids) or _resharding(path)
-
-
-def _resharding(path: str) -> str | None:
-    """Return whether a reshard lives that writes in a staging folder."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        for name in local.names(path):
-            if name.startswith(_JOURNAL):
-                fd = local.open_read(os.path.join(path, name))
-                try:
-                    if lease.locked(fd):
-                        return "a reshard"
-                finally:
-                    os.close(fd)
-    return None
-
-
-def _save_ids(name: str, path: str) -> tuple[str, ...]:
-    """Return the ids of the saves that a leftover is of, by its name and by what it holds."""
-    special = names.parse_special(name)
-    if special is None:
-        return tuple(dict.fromkeys(m[1] for m in map(_UNLINKED.match, local.names(path)) if m))
-    return tuple(dict.fromkeys(filter(None, (special.id, saved(path)))))
 
 
 def _nbytes(path: str) -> int:
@@ -163,89 +129,3 @@ def _nbytes(path: str) -> int:
             return os.lstat(path).st_size
         return sum(_nbytes(entry.path) for entry in os.scandir(path))
     return 0
-
-
-class _Leftovers:
-    """What lies in a run folder beside its checkpoints, with all that a ruling asks for."""
-
-    def __init__(self, run: str) -> None:
-        self._run = run
-        self._signs = lease.signs(run)
-        self._newest = newest(run)
-
-    def all(self) -> Iterator[Leftover]:
-        """Yield every leftover by name."""
-        for name in local.names(self._run):
-            kind = self._kind(name)
-            if kind == "lease":
-                yield self._lease(name)
-            elif kind is not None:
-                with contextlib.suppress(FileNotFoundError):  # another process has just removed it
-                    yield self._folder(name, kind)
-
-    def _kind(self, name: str) -> str | None:
-        if lease.is_lease(name):
-            return "lease"
-        special = names.parse_special(name)
-        path = os.path.join(self._run, name)
-        if not os.path.isdir(path) or os.path.islink(path):
-            return None
-        if special is not None:
-            return "staging" if special.kind == "tmp" else special.kind
-        if names.parse_step_folder(name) is None or os.path.lexists(os.path.join(path, MANIFEST)):
-            return None
-        found = local.names(path)  # a save that died before its manifest, where that comes last
-        return "staging" if found and all(_UNLINKED.match(n) for n in found) else None
-
-    def _lease(self, name: str) -> Leftover:
-        sign = next((s for s in self._signs.signs if s.name == name), None)
-        age = self._age(os.path.join(self._run, name))
-        if sign is None:  # it never became one, or is gone by now
-            return Leftover(name, "lease", age)
-        return Leftover(name, "lease", age, sign.holder if sign.alive else None, sign.dead)
-
-    def _folder(self, name: str, kind: str) -> Leftover:
-        path = os.path.join(self._run, name)
-        ids = _save_ids(name, path)
-        live = _at(path, ids, self._signs)
-        dead = kind == "staging" and self._signs.died(ids[:1])
-        return Leftover(name, kind, self._age(path), live, dead, self._only(name, kind, path))
-
-    def _age(self, path: str) -> float:
-        """Return the seconds since a file, or anything in a folder, changed; a rename counts too."""
-        times = [self._changed(path)]
-        if os.path.isdir(path):
-            times += [self._changed(entry.path) for entry in os.scandir(path)]
-        return max(0.0, self._signs.now - max(times))
-
-    def _changed(self, path: str) -> float:
-        try:
-            status = os.lstat(path)
-        except FileNotFoundError:
-            return 0.0
-        return max(status.st_mtime, status.st_ctime)
-
-    def _only(self, name: str, kind: str, path: str) -> str | None:
-        """Return what would be lost with a folder, None where nothing would be."""
-        if kind == "abandoned":
-            return None
-        m, finding = committed(path)
-        if kind == "superseded":
-            return self._superseded(m)
-        special = names.parse_special(name)
-        own = special is not None and m is not None and m.save_id == special.id
-        if m is None or finding is not None or (kind == "staging" and own):
-            return None
-        if kind == "trash":
-            latest = self._newest.manifest
-            newer = latest is None or latest.step < m.step
-            return f"it holds step {m.step}, newer than any good checkpoint of the run" if newer else None
-        return self._superseded(m)  # swapped with the save that replaced it, which then died
-
-    def _superseded(self, m: Manifest | None) -> str | None:
-        if m is None:
-            return "nobody can tell which step it was"
-        final, finding = committed(os.path.join(self._run, names.step_folder(m.step)))
-        if final is None or finding is not None or final.step != m.step:
-            return f"step {m.step} has no other good checkpoint"
-        return None

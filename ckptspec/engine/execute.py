@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, islice
 
+from ckptspec.engine.files import read_range
 from ckptspec.engine.holding import Holding
 from ckptspec.engine.pool import Pool, Task, turn
 from ckptspec.engine.slabs import Slab, Wish, slabs
@@ -18,13 +19,17 @@ from ckptspec.format.box import Box
 from ckptspec.format.dtypes import dtype
 from ckptspec.plan.views import View
 from ckptspec.storage import local
+from ckptspec.storage.base import is_url
 
 # Threads that take small parts in turn read the file almost in order, as the kernel's readahead likes it: from a cold
 # disk 2.6 GB/s with parts of 1 MiB, 1.5 with 8 (tools/bench/NOTES.md).
 PART = 1 << 20
 GAP = 64 << 10  # reading a gap this small costs less than a second read
+FAR_PART = 8 << 20  # out of a store, whose every answer takes long to begin
+FAR_GAP = 1 << 20
 OPEN_AT_ONCE = 256  # shards: few enough for the usual limit on a process's descriptors
 Progress = Callable[[int], None]
+Read = Callable[[memoryview, int], None]  # fills a view from an offset; ShortReadError, OSError
 
 
 @dataclass(frozen=True)
@@ -72,9 +77,12 @@ def reading(
     try:
         readers = []
         for source, transfers in work:
-            fd = local.open_read(source.path)
-            opened.append(fd)
-            readers.append(_Reader(fd, source, transfers, progress or _ignore))
+            if is_url(source.path):
+                read: Read = partial(read_range, source.path)
+            else:
+                opened.append(local.open_read(source.path))
+                read = partial(local.read_at, opened[-1])
+            readers.append(_Reader(read, source, transfers, progress or _ignore))
         yield (task for reader in readers for task in reader.tasks(buffer_nbytes))
     finally:
         for fd in opened:
@@ -97,8 +105,9 @@ def row_major(sizes: Sequence[int]) -> list[int]:
 class _Reader:
     """The transfers from one open shard, cut into tasks."""
 
-    def __init__(self, fd: int, source: Source, transfers: Sequence[Transfer], progress: Progress) -> None:
-        self.fd = fd
+    def __init__(self, read: Read, source: Source, transfers: Sequence[Transfer], progress: Progress) -> None:
+        self.read = read
+        self.part, self.gap = (FAR_PART, FAR_GAP) if is_url(source.path) else (PART, GAP)
         self.source = source
         self.index = source.index
         self.transfers = sorted(transfers, key=lambda t: t.chunk)
@@ -125,7 +134,7 @@ class _Reader:
 
     def _joins(self, run: list[Transfer], chunk: shard.ChunkRow, buffer_nbytes: int) -> bool:
         first, last = self.index.chunks[run[0].chunk], self.index.chunks[run[-1].chunk]
-        near = chunk.start - (last.start + last.nbytes) <= GAP
+        near = chunk.start - (last.start + last.nbytes) <= self.gap
         return near and chunk.start + chunk.nbytes - first.start <= buffer_nbytes
 
     def _large(self, row: int, transfers: list[Transfer], buffer_nbytes: int) -> Iterator[Task]:
@@ -150,7 +159,7 @@ class _Reader:
 
     def _in_place(self, row: int, view: memoryview, at: int) -> Iterator[Task]:
         """Yield reads of whole blocks, from byte `at` of a chunk on, to where they belong."""
-        part = max(1, PART // self.block_size) * self.block_size
+        part = max(1, self.part // self.block_size) * self.block_size
         for i in range(0, len(view), part):
             yield partial(self._read_part, row, view[i : i + part], at + i)
 
@@ -164,7 +173,7 @@ class _Reader:
 
     def _read(self, view: memoryview, offset: int) -> None:
         try:
-            local.read_at(self.fd, view, offset)
+            self.read(view, offset)
         except local.ShortReadError as e:
             where = Where(self.source.file, rank=self.source.rank, range=(offset, offset + len(view)))
             raise IntegrityError(

@@ -10,11 +10,13 @@ from functools import partial
 from ckptspec.engine.batches import Batch, Window
 from ckptspec.engine.carries import Carries, Filled, Half, windows
 from ckptspec.engine.descriptors import Descriptors
+from ckptspec.engine.files import read_range
 from ckptspec.engine.origin import MEDIA, Damaged, Origin, unreadable
 from ckptspec.engine.pool import Task
 from ckptspec.errors import IntegrityError, Where
 from ckptspec.format.digest import algorithm
 from ckptspec.storage import local
+from ckptspec.storage.base import is_url
 
 PART = 1 << 20  # of a large window, that one thread reads and verifies at a time
 SMALL = 1 << 18  # bytes of a window that is read together with its neighbours
@@ -120,8 +122,11 @@ class Gathering:
         rank = window.chunk.rank
         file = self._origin.manifest.shard(rank).path
         try:
-            with self._files.at(rank) as fd:
-                local.read_at(fd, data, at)
+            if is_url(self._origin.folder):
+                read_range(self._origin.path(rank), data, at)
+            else:
+                with self._files.at(rank) as fd:
+                    local.read_at(fd, data, at)
         except (FileNotFoundError, local.ShortReadError) as e:
             message = "the shard has become shorter, or is gone"
             where = Where(file, tensor=window.tensor, rank=rank, range=(at, at + len(data)))

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from ckptspec.check.manifests import check_manifest
 from ckptspec.check.registry import fault
-from ckptspec.engine.files import NotRegularError, entries, opened, regular_size
+from ckptspec.engine.files import NotRegularError, each, entries, is_folder, is_there, opened, sizes
 from ckptspec.errors import FormatError, ManifestError, NotCommittedError, Where
 from ckptspec.format import lexical, names
 from ckptspec.format.manifest import NAME, Manifest, decode
 from ckptspec.format.report import Finding
+from ckptspec.storage.base import is_url, plain
 
 MANIFEST_LIMIT = 256 << 20  # [L-SIZE]
 HEAD_NBYTES = 16 << 10
@@ -103,14 +106,17 @@ def candidates(run: str, *, exact: bool = True) -> tuple[Candidate, ...]:
 
     Without `exact` the head of a manifest in this library's own form is trusted for the step.
     """
-    found = []
-    for name in entries(run):
-        parsed = names.parse_special(name)
-        if parsed is not None and parsed.kind == "superseded":
-            found.append(_candidate(run, name, exact, superseded=True))
-        elif names.parse_step_folder(name) is not None and os.path.isdir(os.path.join(run, name)):
-            found.append(_candidate(run, name, exact))
-    return tuple(c for c in found if c.step >= 0)
+    found = each(run, partial(_named, run, exact), entries(run))
+    return tuple(c for c in found if c is not None and c.step >= 0)
+
+
+def _named(run: str, exact: bool, name: str) -> Candidate | None:
+    parsed = names.parse_special(name)
+    if parsed is not None and parsed.kind == "superseded":
+        return _candidate(run, name, exact, superseded=True)
+    if names.parse_step_folder(name) is not None and is_folder(os.path.join(run, name)):
+        return _candidate(run, name, exact)
+    return None
 
 
 def scan_run(run: str, *, exact: bool = True) -> RunScan:
@@ -162,10 +168,11 @@ def _step_of(folder: str) -> int | None:
 
 def faults_of_folder(folder: str, manifest: Manifest) -> Iterator[Finding]:
     """Yield why a folder with this manifest is no checkpoint: a shard that is missing, no file, or of another size."""
+    size = sizes(folder)
     for entry in manifest.shards:
         where = Where(entry.path, rank=entry.rank)
         try:
-            found = regular_size(os.path.join(folder, entry.path))
+            found = size(entry.path)
         except FileNotFoundError:
             yield fault("S-MISSING", "the shard is missing", where, f"{entry.nbytes} bytes", "no file")
         except NotRegularError as e:
@@ -197,6 +204,7 @@ def committed(folder: str) -> tuple[Manifest | None, Finding | None]:
 
 def newest(run: str, *, below: int | None = None) -> Newest:
     """Return the highest step (below `below`, if given) whose folder counts as a checkpoint, and what was skipped."""
+    run = plain(run)
     found = _newest(run, scan_run(run, exact=False), below)
     return found if found is not None else _newest(run, scan_run(run), below) or Newest(None, None, (), 0)
 
@@ -241,7 +249,7 @@ def latest(run: str | os.PathLike[str]) -> str | None:
     Newest is the highest manifest.step whose manifest passes and whose shards are all there with the right sizes.
     """
     try:
-        return newest(os.fspath(run)).path
+        return newest(plain(run)).path
     except FileNotFoundError:
         return None
 
@@ -249,7 +257,7 @@ def latest(run: str | os.PathLike[str]) -> str | None:
 def newest_manifest(run: str | os.PathLike[str]) -> Manifest | None:
     """Return the manifest of a run's newest good checkpoint, None where there is none or no such folder."""
     try:
-        return newest(os.fspath(run)).manifest
+        return newest(plain(run)).manifest
     except FileNotFoundError:
         return None
 
@@ -260,9 +268,9 @@ def resolve(path: str | os.PathLike[str]) -> Located:
     Raises FileNotFoundError for no such path, NotCommittedError [C-STAGING] [C-MANIFEST] for a folder without a commit
     and [C-EMPTY] for a run that has no checkpoint; for a run where all are bad it raises the newest one's fault.
     """
-    text = os.fspath(path)
-    if not os.path.isdir(text):
-        os.stat(text)  # no such path, or no permission to look
+    text = plain(path)
+    if not is_folder(text):
+        _look(text)
         if os.path.basename(text) != NAME:
             message = "a file that is no manifest.json"
             raise NotCommittedError(message, rule="C-MANIFEST", where=Where(os.path.basename(text)))
@@ -273,9 +281,17 @@ def resolve(path: str | os.PathLike[str]) -> Located:
     return Located(text, _run_of(text))
 
 
+def _look(path: str) -> None:
+    """Raise OSError where there is no such path, or no permission to look."""
+    if not is_url(path):
+        os.stat(path)
+    elif not is_there(path):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+
 def is_run(folder: str) -> bool:
     """Tell whether a folder is a run: not itself a checkpoint, finished or not."""
-    if os.path.lexists(os.path.join(folder, NAME)):
+    if is_there(os.path.join(folder, NAME)):
         return False
     own = _own_name(folder)
     if own.startswith(tuple(_UNDONE)) or names.parse_special(own) or names.parse_step_folder(own) is not None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 from ckptspec.check.manifests import check_manifest
@@ -12,7 +14,7 @@ from ckptspec.engine.fitting import Fitting
 from ckptspec.engine.growing import Growing
 from ckptspec.engine.origin import Origin
 from ckptspec.engine.runs import Run
-from ckptspec.engine.tables import Table
+from ckptspec.engine.tables import Chunk, Table
 from ckptspec.engine.writer import ShardPlan, Stored, plan_shard
 from ckptspec.errors import PlanError, Where
 from ckptspec.format import shard
@@ -221,7 +223,16 @@ class Outline:
     def strips(self) -> list[Strip]:
         """Return all that is to be moved: what ranks share, then what is private to each."""
         wanted = [(name, self.fitting.routes[name]) for name in self.tensors if name in self.fitting.routes]
-        return [*strips(wanted, tuple(self.origin.manifest.tensors)), *self._private()]
+        found = [*strips(wanted, tuple(self.origin.manifest.tensors)), *self._private()]
+        given = Counter[str]()
+        for strip in found:
+            for land in strip.lands:
+                given[land.name] += prod(strip.shape if land.view is None else land.view.box.sizes)
+        for name, _ in wanted:
+            if given[name] != prod(self.tensors[name].shape or ()):
+                message = "what the checkpoint has does not make up a wanted tensor"
+                raise PlanError(message, rule="T-COVER", where=Where(tensor=name))
+        return found
 
     def _private(self) -> Iterator[Strip]:
         for name, stored in self.fitting.local.items():
@@ -233,19 +244,16 @@ class Outline:
     def runs(self, part: Part) -> Iterator[Run]:
         """Yield where a part of a strip is to be written: the runs of every chunk that holds some of it."""
         for land in part.strip.lands:
-            for chunk in self._chunks(part, land):
-                if land.view is None:
-                    box = intersect(chunk.box, part.box)
-                    if box is not None:
-                        yield Run(chunk, land.name, View(0, chunk.box), box)
-                    continue
-                start = chunk.box.offsets[0]
-                for view in land.view.within(start, chunk.box.stops[0]):
-                    box = intersect(view.box, part.box)
-                    if box is not None:
-                        yield Run(chunk, land.name, View(view.start - start, view.box), box)
+            wanted = part.box if land.view is None else intersect(land.view.box, part.box)
+            if wanted is None:
+                continue
+            runs = [run for chunk in self._chunks(part, land) for run in _runs(chunk, land, part.box)]
+            if sum(run.box.numel for run in runs) < wanted.numel:  # each element has at least one place
+                message = "the result's shards do not hold all of a wanted tensor"
+                raise PlanError(message, rule="T-COVER", where=Where(tensor=land.name))
+            yield from runs
 
-    def _chunks(self, part: Part, land: Land) -> Iterator[Any]:
+    def _chunks(self, part: Part, land: Land) -> Iterator[Chunk]:
         number, entry = self._numbers[land.name], self.tensors[land.name]
         if entry.shape is None:
             assert part.strip.rank is not None
@@ -265,6 +273,20 @@ class Outline:
             for chunk in self.tables[rank].of(number):
                 if intersect(chunk.box, within) is not None:
                     yield chunk
+
+
+def _runs(chunk: Chunk, land: Land, within: Box) -> Iterator[Run]:
+    """Yield the runs of a wanted chunk that a part of a strip goes to."""
+    if land.view is None:
+        box = intersect(chunk.box, within)
+        if box is not None:
+            yield Run(chunk, land.name, View(0, chunk.box), box)
+        return
+    start = chunk.box.offsets[0]
+    for view in land.view.within(start, chunk.box.stops[0]):
+        box = intersect(view.box, within)
+        if box is not None:
+            yield Run(chunk, land.name, View(view.start - start, view.box), box)
 
 
 def _below(name: str, *tables: Any) -> bool:

@@ -17,6 +17,7 @@ from ckptspec.format.box import Box
 from ckptspec.format.dtypes import DType, dtype
 from ckptspec.format.manifest import TensorEntry
 from ckptspec.plan.transfers import Need
+from ckptspec.storage.base import is_url
 
 Slices = Mapping[str, Sequence[slice]]
 
@@ -37,6 +38,9 @@ def read(
     damaged bytes.
     """
     folder, manifest = load_manifest(path)
+    if mmap and is_url(folder):
+        message, advice = "what lies in a store cannot be mapped into memory", "read it without mmap"
+        raise PlanError(message, where=Where(folder), advice=advice)
     opened = Opened(folder, manifest)
     out: dict[str, Any] = {}
     wants: list[tuple[Need, Holding]] = []

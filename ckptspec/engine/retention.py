@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Union
 
 from ckptspec.check.keeping import Fate, Keep, Step, decide, metrics_of
-from ckptspec.engine import lease, probe
-from ckptspec.engine.locate import Candidate, committed, scan_run
+from ckptspec.engine import probe
+from ckptspec.engine.locate import Candidate, candidates, committed, scan_run
+from ckptspec.engine.signs import Signs, signs
 from ckptspec.engine.staging import MANIFEST, saved, unlinked
 from ckptspec.errors import NotCommittedError, Where
 from ckptspec.format import names
@@ -53,7 +54,7 @@ class Ledger:
         self.run = os.fspath(run)
         self._known: dict[str, tuple[tuple[int, ...], Step]] = {}
 
-    def steps(self, held: lease.Signs) -> tuple[Step, ...]:
+    def steps(self, held: Signs) -> tuple[Step, ...]:
         """Return every folder that looks like a checkpoint; raises OSError."""
         found = [self._step(c) for c in scan_run(self.run, exact=False).steps]
         if any(step.good and step.step != c.step for c, step in found):  # the head of a manifest misled
@@ -81,7 +82,7 @@ class Ledger:
             fault = fault or f"its name is of another step than its manifest: {m.step}"
         return Step(m.step, c.name, m.save_id, m.run_id, fault, metrics_of(m.annotations))
 
-    def _now(self, step: Step, held: lease.Signs) -> Step:
+    def _now(self, step: Step, held: Signs) -> Step:
         """Return the step with what may change while its manifest stays."""
         protected = os.path.lexists(os.path.join(self.run, step.name, PROTECTED))
         return replace(step, protected=protected, held=held.at(step.save_id))
@@ -105,7 +106,7 @@ def retain(
     trash, which cleaning removes.
     """
     ledger = Ledger(run) if ledger is None else ledger
-    steps = ledger.steps(lease.signs(ledger.run))
+    steps = ledger.steps(signs(ledger.run))
     good = [s for s in steps if s.good]
     newest = max(good, key=lambda s: s.step, default=None)
     if newest is None or committed(os.path.join(ledger.run, newest.name))[1] is not None:
@@ -115,17 +116,26 @@ def retain(
     fates = decide(steps, keep, run_id)
     if not dry_run and not all(f.kept for f in fates):
         settle(ledger.run, newest)
-        fates = tuple(reversed([_carry_out(ledger.run, newest, fate, trace) for fate in reversed(fates)]))
+        behind = [(c.step, c.name) for c in candidates(ledger.run, exact=False) if c.superseded]
+        fates = tuple(reversed([_carry_out(ledger.run, newest, behind, fate, trace) for fate in reversed(fates)]))
     return Retained(fates)
 
 
-def _carry_out(run: str, newest: Step, fate: Fate, trace: Trace) -> Fate:
-    """Remove a step that is to go, and return what really became of it."""
+def _carry_out(run: str, newest: Step, behind: list[tuple[int, str]], fate: Fate, trace: Trace) -> Fate:
+    """Remove a step that is to go, and return what really became of it.
+
+    What it once superseded, one of `behind`, goes first: else it would come to light as that step.
+    """
     if fate.kept:
         return fate
     if not os.path.lexists(os.path.join(run, newest.name, MANIFEST)):  # a roll-back, or somebody's rm
         return replace(fate, kept=True, reason=f"{newest.name} is gone, which was the newest good checkpoint")
-    held = remove(run, fate.step.name, fate.step.save_id, trace=trace)
+    going = [name for step, name in behind if step == fate.step.step and name != fate.step.name]
+    for name in [*going, fate.step.name]:
+        save_id = fate.step.save_id if name == fate.step.name else saved(os.path.join(run, name)) or ""
+        held = remove(run, name, save_id, trace=trace)
+        if held is not None:
+            break
     return fate if held is None else replace(fate, kept=True, reason=f"in use: {held}")
 
 
@@ -161,16 +171,26 @@ def remove(
         return None
     trace(f"hidden {name}")
     # Only after the rename: who takes a lease looks for the folder after that, and one of the two sees the other.
-    held = busy(hiding_place) if busy is not None else lease.signs(run).at(save_id)
+    held = busy(hiding_place) if busy is not None else signs(run).at(save_id)
     if held is not None:
         local.rename(hidden, shown)
         local.fsync_folder(os.path.dirname(shown))
         return held
     local.fsync_folder(os.path.dirname(hidden))
     trace(f"flushed {name}")
+    if hiding_place == folder:
+        _remove_all_but(folder, os.path.basename(hidden), trace)
     local.remove_tree(hiding_place)
     trace(f"removed {name}")
     return None
+
+
+def _remove_all_but(folder: str, last: str, trace: Trace) -> None:
+    """Remove the files of a folder but for the one that tells cleaning what it is: a hidden manifest goes last."""
+    for name in local.names(folder):
+        if name != last:
+            local.remove_file(os.path.join(folder, name))
+            trace(f"removed {name}")
 
 
 def _hiding(run: str, folder: str, save_id: str, whole: bool) -> tuple[str, str]:

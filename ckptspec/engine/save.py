@@ -12,6 +12,7 @@ from typing import Any
 
 import msgpack
 
+from ckptspec.check.keeping import Keep
 from ckptspec.engine import commit, preflight, replicas
 from ckptspec.engine.channel import Attempt, Channel
 from ckptspec.engine.declaring import Declaring
@@ -44,6 +45,7 @@ class Request:
     producer: Mapping[str, str] = field(default_factory=dict)
     annotations: Mapping[str, Any] = field(default_factory=dict)
     whole: bool = True  # refuse a rank that only lacks tensors which others have
+    keep: Keep | None = None  # what retention will keep: it needs room as well [P-ROOM]
     known_save: str | None = None  # the save id this process last restored or committed in the run, of this step
 
 
@@ -182,8 +184,9 @@ class _Save:
 
     def _judge(self, declared: Declaration, private: int) -> None:
         """Coordinator: refuse a save that does not fit before any rank is told to write [P-ROOM]."""
-        nbytes = preflight.payload_nbytes(declared, self.request.copies, private)
-        preflight.refuse(preflight.preflight(self.run, nbytes, self.world + 1, step=self.request.step))
+        r = self.request
+        nbytes = preflight.payload_nbytes(declared, r.copies, private)
+        preflight.refuse(preflight.preflight(self.run, nbytes, self.world + 1, step=r.step, keep=r.keep))
 
     def _see_staging(self, opening: Opening) -> None:
         path = os.path.join(self.run, opening.staging)

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckptspec.engine import probe
+from ckptspec.errors import SaveError, Where
 from ckptspec.format import lexical, names
 from ckptspec.storage import local
+from ckptspec.storage.base import is_url
 
 MANIFEST = "manifest.json"
 
@@ -134,6 +136,10 @@ def prepare(run: str, step: int, save_id: str, *, trace: Trace = untraced) -> St
 
     What a killed save left beside it is not touched. Raises SaveError [P-PROBE], OSError.
     """
+    if is_url(run):
+        message = "a save is written to a file system, and from there copied to a store"
+        advice = "give a folder as the run, and this address as its mirror"
+        raise SaveError(message, rule="P-PROBE", where=Where(run), advice=advice)
     local.make_folders(run)
     trace("folder")
     means = probe.means(run)

@@ -13,8 +13,8 @@ from ckptspec.check.advice import PASSED_OVER, OtherStep, Situation, advise
 from ckptspec.check.damage import loss_of
 from ckptspec.check.manifests import check_manifest
 from ckptspec.check.registry import capped, fault
-from ckptspec.check.verdicts import Loss, losses, private_names, verdicts
-from ckptspec.engine.documents import load_manifest, read_shard
+from ckptspec.check.verdicts import Loss, losses, private_names, unlisted, verdicts
+from ckptspec.engine.documents import read_shard
 from ckptspec.engine.files import NotRegularError, entries, opened
 from ckptspec.engine.locate import AllBadError, Located, Skipped, newest, read_manifest, resolve, step_finding
 from ckptspec.engine.pool import DEFAULT_BUDGET, Pool
@@ -29,7 +29,6 @@ from ckptspec.format.report import Finding, Report, Verdict
 from ckptspec.format.shard import TRAILER, Header
 from ckptspec.format.signature import Signature
 from ckptspec.format.signature import from_document as signature_of
-from ckptspec.format.target import Target, resized
 from ckptspec.plan.renames import Renames, renames
 
 if TYPE_CHECKING:
@@ -127,6 +126,9 @@ def _descend(walk: _Walk, folder: str, level: str, expect_digest: str | None) ->
     walk.level = "manifest"
     walk.findings += check_manifest(walk.manifest)
     if not walk.sound():
+        missing = unlisted(walk.manifest)
+        if missing and {f.code for f in walk.findings if f.severity == "error"} == {"W-COUNT"}:
+            walk.loss = losses(walk.manifest, missing)
         return
     walk.answer = None if walk.asked is None else _answer(walk.asked, walk.manifest)
     if wanted >= 2:
@@ -324,15 +326,3 @@ def _older(run: str, step: int) -> Iterator[OtherStep]:
     if found.path is not None and found.manifest is not None:
         m = found.manifest
         yield OtherStep(m.step, found.path, m.nbytes, m.wall_clock_seconds)
-
-
-def resized_target(path: str | os.PathLike[str], sizes: Mapping[str, int]) -> Target | None:
-    """Return the target that the checkpoint at `path` is with its own axes at other `sizes`, by name.
-
-    None where no good manifest is there: `validate` then says why. Raises PlanError [R-TARGET] for an unknown axis.
-    """
-    try:
-        _, manifest = load_manifest(path)
-    except (FormatError, NotCommittedError):
-        return None
-    return resized(manifest, sizes)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import dataclass
 from typing import Any
 
 from ckptspec.errors import PlanError, Where
 from ckptspec.format import schemas
 from ckptspec.format.layout import (
-    Axis,
     Layout,
     Mesh,
     layout_document,
@@ -100,28 +98,3 @@ def parse(data: bytes, *, file: str | None = None) -> Target:
 def of_manifest(manifest: Manifest) -> Target:
     """Return the target that a checkpoint fits as it is."""
     return Target(manifest.world_size, **{table: getattr(manifest, table) for table in TABLES})
-
-
-def resized(manifest: Manifest, sizes: Mapping[str, int]) -> Target:
-    """Return the checkpoint's own meshes with the axes named in `sizes` at another size, as a target.
-
-    A mesh that lists its ranks loses the list: the target's ranks are row-major. Raises PlanError [R-TARGET] when no
-    mesh has an axis of a given name, and when the resized meshes differ in size.
-    """
-    known = {axis.name for mesh in manifest.meshes.values() for axis in mesh.axes}
-    for name in sizes:
-        if name not in known:
-            expected = "one of " + ", ".join(sorted(known)) if known else "none: the checkpoint has no mesh"
-            raise PlanError("no mesh of the checkpoint has this axis", rule="R-TARGET", expected=expected, found=name)
-    meshes = {name: _resized(mesh, sizes) for name, mesh in manifest.meshes.items()}
-    changed = {mesh.size for name, mesh in meshes.items() if mesh != manifest.meshes[name]}
-    if len(changed) > 1:
-        found = ", ".join(map(str, sorted(changed)))
-        raise PlanError("the resized meshes differ in size", rule="R-TARGET", expected="one world size", found=found)
-    return Target(changed.pop() if changed else manifest.world_size, meshes)
-
-
-def _resized(mesh: Mesh, sizes: Mapping[str, int]) -> Mesh:
-    axes = tuple(Axis(a.name, sizes.get(a.name, a.size), a.kind) for a in mesh.axes)
-    same = prod(a.size for a in axes) == mesh.size and axes == mesh.axes
-    return mesh if same else replace(mesh, axes=axes, ranks=None)

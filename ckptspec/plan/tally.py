@@ -18,7 +18,7 @@ from ckptspec.plan.lanes import Leaf, Transfers
 from ckptspec.plan.reads import Reads
 
 RANKS = 2048  # destination ranks taken at once
-MARKS = 1 << 26  # and for them so many pairs of ranks, at most
+PAIRS = 1 << 28  # and for them so many pairs of ranks, at most
 
 
 @dataclass
@@ -44,18 +44,19 @@ class _Sums:
     signatures: Counter[tuple[int, ...]]
     digests: list[hashlib._Hash]
     once: dict[tuple[int, ...], Reads] = field(default_factory=dict)
+    opened: Bools = field(default_factory=lambda: np.zeros(0, np.bool_))
 
     def add(self, ranks: range) -> None:
         """Add what goes to `ranks`."""
-        marks = np.zeros((len(ranks), self.book.manifest.world_size), np.bool_)
-        mine = [r for r in ranks if self.book.found.own and r < marks.shape[1]]
-        marks[ints(mine) - ranks.start, mine] = True
+        self.opened = np.zeros(len(ranks) * self.book.manifest.world_size, np.bool_)
+        mine = [r for r in ranks if self.book.found.own and r < self.book.manifest.world_size]
+        self._opens(ranks, ints(mine), ints(mine))
         shared = {leaf for signature in self.signatures if len(signature) > 1 for leaf in signature}
         kept: dict[int, list[Reads]] = {leaf: [] for leaf in shared}
         for number, leaf in enumerate(self.book.leaves):
             for transfers, reads in leaf.batches(ranks, self.block):
                 self._moved(number, leaf, transfers)
-                marks[transfers.rank - ranks.start, transfers.source] = True
+                self._opens(ranks, transfers.rank, transfers.source)
                 if number in shared:
                     kept[number].append(reads)
                 if (number,) in self.signatures:
@@ -64,7 +65,14 @@ class _Sums:
             several = [reads for number in signature for reads in kept.get(number, ())]
             if len(signature) > 1 and several:
                 self._read(signature, Reads.union(several))
-        self.tally.shards[ranks.start : ranks.stop] = marks.sum(axis=1)
+
+    def _opens(self, ranks: range, rank: Ints, source: Ints) -> None:
+        """Count the pairs that have not been seen; most memory of the table of pairs is never touched."""
+        world = self.book.manifest.world_size
+        pairs = (rank - ranks.start) * world + source
+        fresh = np.unique(pairs[~self.opened[pairs]])
+        self.opened[fresh] = True
+        np.add.at(self.tally.shards, fresh // world + ranks.start, 1)
 
     def _moved(self, number: int, leaf: Leaf, transfers: Transfers) -> None:
         times = self.uses[number]
@@ -103,7 +111,7 @@ def tally(book: Book) -> Tally:
 
 def blocks(world: int, source_world: int) -> Iterator[range]:
     """Yield all ranks, as many at once as memory should hold."""
-    step = max(1, min(RANKS, MARKS // source_world))
+    step = max(1, min(RANKS, PAIRS // source_world))
     for start in range(0, world, step):
         yield range(start, min(start + step, world))
 

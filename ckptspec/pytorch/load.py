@@ -12,6 +12,7 @@ import msgpack
 from ckptspec.engine.channel import Attempt, Channel
 from ckptspec.engine.documents import load_manifest
 from ckptspec.engine.fetch import Opened, fetch
+from ckptspec.engine.files import is_folder
 from ckptspec.engine.parcels import requests
 from ckptspec.engine.pool import DEFAULT_BUDGET, Pool, shared_pool
 from ckptspec.errors import CkptspecError, IntegrityError, LoadError, PlanError, ShardError, Where
@@ -33,6 +34,7 @@ from ckptspec.pytorch.restore import below, settle
 from ckptspec.pytorch.select import Patterns, Selection, asked_for, select
 from ckptspec.pytorch.values import decode_value, encode_value
 from ckptspec.pytorch.wants import Want, clear_padding, wants
+from ckptspec.storage.base import plain
 
 UNDEFINED = "what was being loaded into is now undefined"
 
@@ -133,9 +135,9 @@ def _agree_on(path: str | os.PathLike[str], attempt: Attempt, rank: int) -> tupl
         attempt.announce("open", msgpack.packb([os.path.basename(folder), manifest.digest]))
         return folder, manifest
     name, digest = msgpack.unpackb(attempt.await_("open"))
-    base = os.fspath(path)
+    base = plain(path)
     beside = os.path.join(base, name)
-    folder, manifest = load_manifest(beside if os.path.isdir(beside) else base)
+    folder, manifest = load_manifest(beside if is_folder(beside) else base)
     if manifest.digest != digest:
         raise PlanError(
             "this rank finds another checkpoint than rank 0",

@@ -217,7 +217,9 @@ def main() -> None:
                     found.setdefault((case, name), []).append(timed(work))
                 print(f"round {i + 1}: {name}", file=sys.stderr)
         for name, c in contenders.items():
-            print(f"{name}: import {import_seconds(name):.2f} s; a second conditional put: {refusal(c, server.bucket)};")
+            print(
+                f"{name}: import {import_seconds(name):.2f} s; a second conditional put: {refusal(c, server.bucket)};"
+            )
             print(f"    no such key: {missing(c)}")
     print("\n| what | " + " | ".join(f"{name} s (cpu s)" for name in contenders) + " |")
     print("| --- |" + " --- |" * len(contenders))
