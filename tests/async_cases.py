@@ -9,11 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import ckptspec
-from ckptspec.engine import writer
+from ckptspec.engine import rehearsal, writer
 from ckptspec.pytorch.checkpointer import Checkpointer
 
 
@@ -219,3 +220,23 @@ def cadenced(rank: int, world: int, folder: Path) -> None:
         assert cp.stopping
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     print(saved)
+
+
+def rehearsed(rank: int, world: int, folder: Path) -> None:
+    """A dry run tells what a save takes, leaves nothing, and fails where the save would."""
+    with Checkpointer(folder / "dry", silence=20) as cp:
+        room = cp.dry_run(state(rank, 1.0))
+        dist.barrier()
+        assert not (folder / "dry").exists()
+        assert not list(folder.glob(".probe-*"))
+        told = [room.need > 300_000 * 4, type(outcome(lambda: cp.dry_run({"bad": object()}))).__name__]
+        cp.save(1, state(rank, 1.0), blocking=True)
+    elsewhere = Checkpointer(folder / ("dry" if rank == 0 else "no/such/place"), silence=20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rehearsal, "LATE", 0.2)
+        if rank:
+            other = folder / "other"
+            other.mkdir(exist_ok=True)
+            elsewhere.run = str(other / "run")
+        told.append(getattr(outcome(lambda: elsewhere.dry_run(state(rank, 1.0))), "rule", None))
+    print(told)

@@ -1,23 +1,21 @@
-"""What each rank does in the second half of tests/test_reload.py: deviations, refusals, damage, and odd shapes.
+"""What each rank does for the second half of tests/test_reload.py: odd shapes and layouts, refusals, damage.
 
-A checkpoint of 3 ranks is loaded on 2 and on 5, which is more than some tensors have elements.
+Checkpoints of 3 ranks are loaded on 2 and on 5, which is more than some tensors have elements.
 """
 
 from __future__ import annotations
 
-import random
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
+import reload_private
 import torch
 import torch.distributed as dist
 from reload_cases import compare
 from reload_jobs import adamw, mesh
-from states import leaves
+from reload_private import IGNORE, OLD, SILENCE, State, refused, whole
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -25,145 +23,17 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import ckptspec
 from ckptspec.engine.documents import load_manifest
 from ckptspec.engine.fetch import Opened
-from ckptspec.errors import CkptspecError
-
-SILENCE = 30
-State = dict[str, Any]
-
-
-def whole(name: str, *shape: int) -> Tensor:
-    """Values that name and shape decide."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(name.encode())))
-
-
-@contextmanager
-def refused(rank: int, culprit: int | None, rule: str, *texts: str) -> Iterator[None]:
-    """Check that all ranks are refused by a rule: the culprit by its own error, the others are told; None: any."""
-    with pytest.raises(CkptspecError) as caught:
-        yield
-    error = caught.value
-    assert error.rule == rule, error
-    assert all(text in str(error) for text in texts), error
-    told = isinstance(error, ckptspec.LoadError)
-    assert culprit is None or told == (culprit != rank), (rank, error)
-    assert culprit is None or not told or error.rank == culprit, (rank, error)
-
-
-# ---- what a rank has of its own, and what only some have -------------------------------------------------------------
-
-
-class Loader:
-    """An object whose state is a rank's own, and holds more once it has begun."""
-
-    def __init__(self, n: int) -> None:
-        self.state: State = {"at": n} if n < 0 else {"at": n, "order": torch.full((2 + n,), n)}
-
-    def state_dict(self) -> State:
-        return self.state
-
-    def load_state_dict(self, state: State) -> None:
-        self.state = state
-
-
-def own(rank: int, world: int, *, fill: bool = True) -> State:
-    """A state with everything that is private to a rank, and a tensor that rank 1 alone has."""
-    value = rank if fill else -1
-    state = {
-        "w": whole("w", 5) if fill else torch.zeros(5),
-        "seen": ckptspec.Local({"n": value, "at": (value, "x")}),
-        "part": ckptspec.Local(torch.full((3 + (rank if fill else 0),), float(value))),
-        "loader": ckptspec.Local(Loader(value)),
-        "rng": ckptspec.RNG(),
-        "step": 7 if fill else 0,
-    }
-    return {**state, "extra": whole("extra", 2), f"stage{rank}": rank} if fill and rank == 1 else state
-
-
-def seed(rank: int) -> None:
-    torch.manual_seed(rank)
-    random.seed(rank)
-
-
-def save_own(rank: int, world: int, folder: Path) -> None:
-    seed(rank)
-    ckptspec.save(folder / "own", own(rank, world), step=1, plain="held", silence=SILENCE)
-
-
-def drawn(rank: int) -> tuple[float, float]:
-    """What the generators give that were saved by a rank."""
-    with torch.random.fork_rng():
-        torch.manual_seed(rank)
-        return torch.rand(1).item(), random.Random(rank).random()
-
-
-IGNORE: dict[str, Any] = {"unexpected": "ignore", "silence": SILENCE}
-PRIVATE = {"seen", "part", "loader", "rng/python", "rng/numpy", "rng/torch"}
-
-
-def load_own(rank: int, world: int, folder: Path, old: int) -> None:
-    run, mine = folder / "own", rank if rank < old else -1
-
-    def fresh() -> State:
-        state = own(rank, world, fill=False)
-        if rank < old:  # what is private has the shape that it had on this rank
-            state["part"] = ckptspec.Local(torch.full((3 + rank,), -1.0))
-        return state
-
-    def check(state: State, result: ckptspec.LoadResult, n: int, said: str) -> None:
-        assert state["seen"].value == {"n": n, "at": (n, "x")}, state["seen"]
-        assert state["part"].value.tolist() == [float(n)] * (3 + max(rank if rank < old else 0, 0))
-        assert torch.equal(state["w"], whole("w", 5))
-        assert state["step"] == 7
-        assert {
-            n.removesuffix("/at").removesuffix("/order"): how for n, how in result.private.items()
-        } == dict.fromkeys(PRIVATE, said)
-        assert leaves(state["loader"].value.state) == leaves(Loader(n).state)
-        assert result.unexpected == ("extra", "stage1")
-
-    seed(99)
-    before = random.getstate(), torch.get_rng_state()
-    state = fresh()
-    check(state, ckptspec.load(run, into=state, **IGNORE), mine, "mapped" if rank < old else "kept")
-    found = torch.rand(1).item(), random.random()
-    assert found == drawn(rank if rank < old else 99)
-    state = fresh()
-    random.setstate(before[0])
-    torch.set_rng_state(before[1])
-    check(state, ckptspec.load(run, into=state, private="keep", **IGNORE), -1, "kept")
-    assert (torch.rand(1).item(), random.random()) == drawn(99)
-    with refused(rank, None, "R-WORLD", "seen", f"expected {old} ranks", 'private="keep"'):
-        ckptspec.load(run, into=fresh(), private="error", **IGNORE)
-    result = ckptspec.load(run, into=fresh(), private="error", skip=["seen", "part", "loader", "rng"], **IGNORE)
-    assert not result.private
-    assert {n.split("/")[0] for n in PRIVATE} <= {n.split("/")[0] for n in result.skipped}
-    with refused(rank, None, "R-WORLD", f"expected {old} ranks"):
-        ckptspec.load(run, into=fresh(), exact=True, **IGNORE)
-    with refused(rank, None, "R-NAME", "unexpected in it: extra, stage1"):
-        ckptspec.load(run, into=fresh(), silence=SILENCE)
-    state = {**fresh(), **({"absent": torch.zeros(1)} if rank == 1 else {})}
-    with refused(rank, 1, "R-NAME", "missing in the checkpoint: absent"):
-        ckptspec.load(run, into=state, **IGNORE)
-    result = ckptspec.load(run, into=state, missing="keep", **IGNORE)
-    assert result.missing == (("absent",) if rank == 1 else ())
-    with refused(rank, 0, "R-NAME", "leads to nothing", "nowhere"):
-        ckptspec.load(run, into=fresh(), names={"w": "nowhere"} if rank == 0 else {}, **IGNORE)
-    state = {"v": torch.zeros(5), "count": 0}
-    result = ckptspec.load(run, into=state, names={"v": "w", "cou*": "st*"} | {"count": "step"}, **IGNORE)
-    assert torch.equal(state["v"], whole("w", 5))
-    assert state["count"] == 7
-    assert dict(result.renamed) == {"v": "w", "count": "step"}
-
-
-# ---- odd shapes, ties, dtypes ----------------------------------------------------------------------------------------
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "one": (1,), "three": (3,), "none": (0, 4), "thin": (4, 0), "rows": (7, 2), "columns": (2, 7), "scalar": (),
 }  # fmt: skip
-FLAT = {"a": (2, 2), "b": (0, 3), "c": (1,), "d": (3,)}  # members of a buffer of 8, 5 of padding behind
+FLAT = {"a": (2, 2), "b": (0, 3), "c": (1,), "d": (3,)}  # members of a buffer of 13, of which the last 5 are padding
+
+# ---- odd shapes, ties, dtypes ----------------------------------------------------------------------------------------
 
 
 def odd(rank: int, world: int, *, fill: bool = True, dtype: torch.dtype = torch.float32) -> State:
-    """DTensors by rows and by columns, plain ones, a tie, and a flat buffer of 8 elements and padding inside."""
+    """DTensors by rows and by columns, plain ones, a tie, pieces, one rank's, and a flat buffer with padding inside."""
     grid = mesh(dp=world)
 
     def values(name: str, *shape: int) -> Tensor:
@@ -179,21 +49,37 @@ def odd(rank: int, world: int, *, fill: bool = True, dtype: torch.dtype = torch.
         "same": {n: cut(n, Replicate()) for n in SHAPES},
         "plain": {n: values(n, *shape) for n, shape in SHAPES.items()},
         "tied": [tied, tied],
-        "flat": {"master": flat(rank, world, values("flat", 13))},
+        "piece": piece(rank, world, values("piece", 4, 5)),
+        "source": ckptspec.Replicated(values("source", 3) + (0 if rank == 1 else rank + 1), source=1),
+        "flat": {"master": flat(rank, list(range(world)), "g", values("flat", 13), whole_members())},
     }
 
 
-def flat(rank: int, world: int, buffer: Tensor) -> ckptspec.FlatShard:
-    part = -(-len(buffer) // world)
-    mine = torch.full((part,), 5).to(buffer.dtype)
-    piece = buffer[rank * part : (rank + 1) * part]
-    mine[: len(piece)] = piece
-    members, at = [], 0
+def piece(rank: int, world: int, t: Tensor) -> ckptspec.Shard:
+    """Some columns of a tensor: a few on the first ranks, the others on the last; none in between on many ranks."""
+    bounds = [min(i, 2) for i in range(world)] + [5]
+    low, high = bounds[rank], bounds[rank + 1]
+    return ckptspec.Shard(t[:, low:high].contiguous(), (4, 5), [((0, low), (4, high - low))])
+
+
+def whole_members() -> list[State]:
+    members: list[State] = []
+    at = 0
     for name, shape in FLAT.items():
         members.append({"name": f"model/{name}", "offset": at, "shape": shape})
         at += torch.Size(shape).numel()
-    members.append({"name": None, "offset": at, "shape": (len(buffer) - at,)})
-    return ckptspec.FlatShard(mine, group="g", offset=rank * part, numel=len(buffer), members=members)
+    return [*members, {"name": None, "offset": at, "shape": (13 - at,)}]
+
+
+def flat(rank: int, ranks: Sequence[int], group: str, buffer: Tensor, members: Sequence[State]) -> ckptspec.FlatShard:
+    """This rank's slice of a buffer that some ranks share; what lies behind it is not zero."""
+    part, place = -(-len(buffer) // len(ranks)), list(ranks).index(rank)
+    mine = torch.full((part,), 5).to(buffer.dtype)
+    held = buffer[place * part : (place + 1) * part]
+    mine[: len(held)] = held
+    return ckptspec.FlatShard(
+        mine, group=group, offset=place * part, numel=len(buffer), members=members, ranks=list(ranks)
+    )
 
 
 def save_odd(rank: int, world: int, folder: Path) -> None:
@@ -206,51 +92,93 @@ def load_odd(rank: int, world: int, folder: Path) -> None:
     state = odd(rank, world, fill=False)
     ckptspec.load(folder / "odd", into=state, silence=SILENCE)
     compare(state, arrays, rank, world)
+    assert torch.equal(state["source"].value, whole("source", 3))
     untied = {**odd(rank, world, fill=False), "tied": [torch.zeros(3, 2), torch.zeros(3, 2)]}
     ckptspec.load(folder / "odd", into=untied, silence=SILENCE)
-    assert torch.equal(untied["tied"][0], whole("tied", 3, 2))
-    assert torch.equal(untied["tied"][1], whole("tied", 3, 2))
+    assert torch.equal(torch.stack(untied["tied"]), whole("tied", 3, 2).expand(2, 3, 2))
     state = odd(rank, world, fill=False)
     shared = torch.zeros(7, 2)
     state["plain"] |= {"rows": shared, "columns": shared.view(2, 7)}
     with refused(rank, None, "Q-ALIAS", "plain/"):
         ckptspec.load(folder / "odd", into=state, silence=SILENCE)
+
+
+def load_half(rank: int, world: int, folder: Path) -> None:
+    """Half precision is widened where that is asked for, from named tensors and out of flat buffers."""
     with refused(rank, None, "R-DTYPE", "expected bfloat16"):
         ckptspec.load(folder / "half", into=odd(rank, world, fill=False), silence=SILENCE)
     state = odd(rank, world, fill=False)
     result = ckptspec.load(folder / "half", into=state, cast=True, silence=SILENCE)
-    exactly = {n: a.astype("float32") for n, a in ckptspec.read(folder / "half").items()}
-    compare(state, exactly, rank, world)
+    compare(state, {n: a.astype("float32") for n, a in ckptspec.read(folder / "half").items()}, rank, world)
     assert result.cast is not None
     assert set(result.cast.values()) == {("bfloat16", "float32")}
     state = {"o": {"state": {n: {"master": torch.full(shape, 9.0)} for n, shape in FLAT.items()}}}
     ckptspec.load(folder / "half", into=state, cast=["o"], only=["o", "flat"], silence=SILENCE)
     found = torch.cat([state["o"]["state"][n]["master"].reshape(-1) for n in FLAT])
     assert torch.equal(found, whole("flat", 13)[: len(found)].bfloat16().float())
-    one = torch.zeros(4)
-    state = {"o": {"state": {"a": {"master": one.view(2, 2)}, "d": {"master": one[1:]}}}}
-    with refused(rank, None, "Q-ALIAS"):  # two members of one buffer are two tensors
-        ckptspec.load(folder / "odd", into=state, only=["o"], silence=SILENCE)
 
 
-# ---- ranks that disagree, ranks with nothing, damage -----------------------------------------------------------------
+# ---- ZeRO under tensor parallelism -----------------------------------------------------------------------------------
+
+CUT = {"m": (6, 4), "n": (3, 4), "s": (5,)}  # by rows, by columns, not at all
 
 
-def few(world: int) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+def zero_tp(rank: int) -> State:
+    """ZeRO of 2 ranks beside ZeRO of 1: each has half of `m` and `n` and all of `s` in a buffer of its own."""
+    half = rank // 2
+    m, n, s = (whole(name, *shape) for name, shape in CUT.items())
+    rows, columns = m[3 * half : 3 * half + 3], n[:, 2 * half : 2 * half + 2]
+    buffer = torch.cat([rows.reshape(-1), columns.reshape(-1), s])
+    members = [
+        {"name": "model/m", "offset": 0, "shape": (3, 4), "of": {"shape": (6, 4), "offsets": (3 * half, 0)}},
+        {"name": "model/n", "offset": 12, "shape": (3, 2), "of": {"shape": (3, 4), "offsets": (0, 2 * half)}},
+        {"name": "model/s", "offset": 18, "shape": (5,)},
+    ]
+    ranks = [2] if half else [0, 1]
+    return {f"zero{half}": {"exp_avg": flat(rank, ranks, f"zero{half}", buffer, members)}}
+
+
+def load_zero_tp(rank: int, world: int, folder: Path) -> None:
+    """As named tensors, plain and cut by columns, and as one buffer of whole tensors over all ranks."""
+    run, grid = folder / "zero_tp", mesh(dp=world)
+    named = {n: {"exp_avg": torch.zeros(shape)} for n, shape in CUT.items()}
+    ckptspec.load(run, into={"o": {"state": named}}, silence=SILENCE)
+    for n, shape in CUT.items():
+        assert torch.equal(named[n]["exp_avg"], whole(n, *shape)), n
+    cut = {
+        n: {"exp_avg": distribute_tensor(torch.zeros(CUT[n]), grid, [Shard(1)], src_data_rank=None)} for n in ("m", "n")
+    }
+    state = {"o": {"state": {**cut, "s": named["s"]}}}
+    ckptspec.load(run, into=state, silence=SILENCE)
+    compare(state, {f"o/state/{n}/exp_avg": whole(n, *shape).numpy() for n, shape in CUT.items()}, rank, world)
+    starts = {"m": 0, "n": 24, "s": 36}
+    members = [{"name": f"model/{n}", "offset": starts[n], "shape": shape} for n, shape in CUT.items()]
+    one = flat(rank, range(world), "z", torch.full((41,), 8.0), members)
+    ckptspec.load(run, into={"z": {"exp_avg": one}}, silence=SILENCE)
+    buffer = torch.cat([whole(n, *shape).reshape(-1) for n, shape in CUT.items()])
+    compare({"z": {"exp_avg": one}}, {"z/exp_avg": buffer.numpy()}, rank, world)
+    assert not one.tensor[max(0, 41 - one.offset) :].any()  # padding
+
+
+# ---- ranks with nothing, ranks that disagree, damage -----------------------------------------------------------------
+
+
+def few() -> tuple[nn.Module, ZeroRedundancyOptimizer]:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
 
 
 def save_few(rank: int, world: int, folder: Path) -> None:
-    model, zero = few(world)
+    model, zero = few()
     model(torch.ones(1, 3)).sum().backward()
     zero.step()
     ckptspec.save(folder / "few", {"model": model, "zero": zero}, step=1, silence=SILENCE)
 
 
 def load_few(rank: int, world: int, folder: Path) -> None:
-    model, zero = few(world)
+    """Two parameters on 5 ranks: three of them keep no state, and need none."""
+    model, zero = few()
     ckptspec.load(folder / "few", into={"model": model, "zero": zero}, silence=SILENCE)
     arrays = ckptspec.read(folder / "few")
     names = {id(p): n for n, p in model.named_parameters()}
@@ -266,11 +194,10 @@ def load_few(rank: int, world: int, folder: Path) -> None:
 
 
 def disagree(rank: int, world: int, folder: Path) -> None:
-    run = folder / "odd"
-    last = world - 1
+    run, last = folder / "odd", world - 1
 
-    def load(state: State) -> ckptspec.LoadResult:
-        return ckptspec.load(run, into=state, unexpected="ignore", silence=SILENCE)
+    def load(state: Any) -> ckptspec.LoadResult:
+        return ckptspec.load(run, into=state, **IGNORE)
 
     good = odd(rank, world, fill=False)
     with refused(rank, last, "R-NAME", "different kinds of value"):
@@ -278,7 +205,7 @@ def disagree(rank: int, world: int, folder: Path) -> None:
     with refused(rank, last, "R-SHAPE", "plain/rows"):
         load({**good, "plain": {"rows": torch.zeros(7)}} if rank == last else good)
     with refused(rank, 0, "P-STATE"):
-        load(3 if rank == 0 else good)  # type: ignore[arg-type]
+        load(3 if rank == 0 else good)
     with refused(rank, 0, "R-LAYOUT", "no memory"):
         load({"plain": {"rows": torch.zeros(7, 2, device="meta")}} if rank == 0 else good)
     nothing: State = {}
@@ -287,61 +214,53 @@ def disagree(rank: int, world: int, folder: Path) -> None:
     assert rank == last or compare(good, ckptspec.read(run), rank, world)
 
 
-def damaged(rank: int, world: int, folder: Path, old: int) -> None:
-    """A byte that the last rank alone needs is not what it was."""
+def damaged(rank: int, world: int, folder: Path) -> None:
+    """A byte that one rank alone needs is not what it was: that one tells where, and all end."""
     run, name = folder / f"damaged-{world}", "rows/rows"
     if rank == 0:
         harm(shutil.copytree(folder / "odd", run), name)
     dist.barrier()
-    state = odd(rank, world, fill=False)
-    pick = {"rows": {"rows": state["rows"]["rows"]}}
+    one = {"rows": {"rows": odd(rank, world, fill=False)["rows"]["rows"]}}
     last = max(r for r in range(world) if r * -(-7 // world) < 7)  # the last one that has any of the seven rows
-    with refused(rank, last, "B-DIGEST", f"rank-{old - 1:05d}.shard", name, "is now undefined"):
-        ckptspec.load(run, into=pick, only=["rows/rows"], silence=SILENCE)
+    with refused(rank, last, "B-DIGEST", f"rank-{OLD - 1:05d}.shard", name, "bytes ", "is now undefined"):
+        ckptspec.load(run, into=one, only=[name], silence=SILENCE)
 
 
 def harm(run: Path, name: str) -> None:
-    """Flip a bit of the last element of a tensor."""
+    """Flip a bit of the last element of a tensor whose end the last rank stores."""
     path, manifest = load_manifest(run)
-    for rank in reversed(range(manifest.world_size)):
-        index = Opened(path, manifest).document(rank).index
-        chunks = [c for c in index.chunks if index.names[c.tensor] == name]
-        if chunks:
-            break
-    file = Path(path) / f"rank-{rank:05d}.shard"
+    index = Opened(path, manifest).document(OLD - 1).index
+    chunk = next(c for c in index.chunks if index.names[c.tensor] == name)
+    file = Path(path) / f"rank-{OLD - 1:05d}.shard"
     data = bytearray(file.read_bytes())
-    data[chunks[-1].start + chunks[-1].nbytes - 1] ^= 1
+    data[chunk.start + chunk.nbytes - 1] ^= 1
     file.write_bytes(data)
 
 
-def odd_save(rank: int, world: int, folder: Path) -> None:
-    for step in (save_own, save_odd, save_few):
-        step(rank, world, folder)
-    another_layout(rank, world, folder)
-
-
 def another_layout(rank: int, world: int, folder: Path) -> None:
-    """The same ranks, cut another way: refused if it must be exact."""
-    state = odd(rank, world, fill=False)
-    state["rows"]["rows"] = state["columns"]["rows"]
-    one = {"rows": {"rows": state["columns"]["rows"]}}
+    """As many ranks, cut another way: refused only if it must be exact."""
+    one = {"rows": {"rows": odd(rank, world, fill=False)["columns"]["rows"]}}
     with refused(rank, None, "R-LAYOUT", "rows/rows"):
         ckptspec.load(folder / "odd", into=one, exact=True, only=["rows/rows"], silence=SILENCE)
     ckptspec.load(folder / "odd", into=one, only=["rows/rows"], silence=SILENCE)
     compare(one, ckptspec.read(folder / "odd"), rank, world)
 
 
-def odd_load_2(rank: int, world: int, folder: Path) -> None:
-    print("own", flush=True)
-    load_own(rank, world, folder, 3)
-    print("odd", flush=True)
-    load_odd(rank, world, folder)
-    print("few", flush=True)
-    load_few(rank, world, folder)
-    print("disagree", flush=True)
-    disagree(rank, world, folder)
-    print("damaged", flush=True)
-    damaged(rank, world, folder, 3)
+# ---- the phases ------------------------------------------------------------------------------------------------------
 
 
-odd_load_5 = odd_load_2
+def odd_save(rank: int, world: int, folder: Path) -> None:
+    reload_private.save(rank, world, folder)
+    save_odd(rank, world, folder)
+    save_few(rank, world, folder)
+    ckptspec.save(folder / "zero_tp", zero_tp(rank), step=1, silence=SILENCE)
+    another_layout(rank, world, folder)
+
+
+def odd_load(rank: int, world: int, folder: Path) -> None:
+    for check in (reload_private.load, load_odd, load_half, load_zero_tp, load_few, disagree, damaged):
+        print(check.__name__, flush=True)
+        check(rank, world, folder)
+
+
+odd_load_2 = odd_load_5 = odd_load

@@ -172,10 +172,6 @@ class _Handler(BaseHTTPRequestHandler):
             name = f"upload{len(self.faults.requests)}"
             self.faults.parts[name] = {}
             text = f"<InitiateMultipartUploadResult><UploadId>{name}</UploadId></InitiateMultipartUploadResult>"
-        elif "delete" in query:
-            for found in re.findall(rb"<Key>(.*?)</Key>", body):
-                self.faults.objects.pop(found.decode(), None)
-            text = "<DeleteResult></DeleteResult>"
         else:
             several = self.faults.parts.pop(query["uploadId"][0])
             data = b"".join(several[i] for i in sorted(several))

@@ -67,6 +67,11 @@ def test_retention_keeps_the_last_the_multiples_the_best_and_the_protected(tmp_p
         Checkpointer(tmp_path, keep_last=0)
 
 
+def test_a_dry_run_says_what_a_save_takes_and_leaves_nothing(tmp_path: Path) -> None:
+    printed = run_phases("async_cases", [("rehearsed", 2)], tmp_path)
+    assert {text.splitlines()[-1] for text in printed["rehearsed"]} == {"[True, 'StateError', 'P-FOLDER']"}
+
+
 def test_an_exit_without_close_waits_for_the_commit(tmp_path: Path) -> None:
     script = f"""
         import torch

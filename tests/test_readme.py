@@ -36,6 +36,7 @@ def test_the_quick_start_and_the_commands_after_it_run(tmp_path: Path) -> None:
         "latest run": 0,
         "diff run/step-00000100 run": 0,
         "rollback run --to 100": 0,
+        "clean run --keep-last 3 --dry-run": 0,
     }
     for line in block("shell").splitlines():
         command = line.split("#")[0].split()

@@ -28,8 +28,11 @@ from written import (
 )
 
 import ckptspec
+from ckptspec.engine import pool
 from ckptspec.engine.asking import Outcome, Request
+from ckptspec.engine.batches import LEAD
 from ckptspec.engine.reshard import run
+from ckptspec.engine.sweep import Budget
 from ckptspec.errors import PlanError, SaveError
 from ckptspec.format.box import Box
 from ckptspec.format.layout import Axis, BoxesLayout, Layout, Mesh, MeshLayout
@@ -145,19 +148,46 @@ def test_every_layout_becomes_every_other_and_is_read_once(
     any_to_any(source, wanted, tmp_path_factory.mktemp("pair"))
 
 
+@given(source=worlds(), wanted=worlds(), blocks=st.integers(4, 40), slots=st.sampled_from([0, 1, 100]))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+def test_next_to_no_memory_changes_nothing_but_the_time(
+    source: World, wanted: World, blocks: int, slots: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    squeezed(source, wanted, blocks, slots, tmp_path_factory.mktemp("pair"))
+
+
 @pytest.mark.long
 @given(source=worlds(), wanted=worlds())
-@settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
 def test_every_layout_becomes_every_other_for_longer(
     source: World, wanted: World, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     any_to_any(source, wanted, tmp_path_factory.mktemp("pair"))
 
 
+@pytest.mark.long
+@given(source=worlds(), wanted=worlds(), blocks=st.integers(4, 40), slots=st.sampled_from([0, 1, 100]))
+@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+def test_next_to_no_memory_changes_nothing_for_longer(
+    source: World, wanted: World, blocks: int, slots: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    squeezed(source, wanted, blocks, slots, tmp_path_factory.mktemp("pair"))
+
+
+def squeezed(source: World, wanted: World, blocks: int, slots: int, root: Path) -> None:
+    folder = source.write(root / "run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "LEAST_BUFFER", 1)
+        room = max(blocks * source.block_size, 1000)
+        tight = Budget(room, slots, wanted.block_size + 2 * LEAD, 2)
+        patch.setattr(Budget, "of", lambda *_: tight)
+        there = moved(folder, root / "there", target_of(wanted), **form_of(wanted))
+    same(whole(folder), whole(Path(there.folder)))
+
+
 def any_to_any(source: World, wanted: World, root: Path) -> None:
     folder = source.write(root / "run")
-    options = {"copies": wanted.copies, "block": wanted.block, "block_size": wanted.block_size}
-    there = moved(folder, root / "there", target_of(wanted), **options)
+    there = moved(folder, root / "there", target_of(wanted), **form_of(wanted))
     same(whole(folder), whole(Path(there.folder)))
     stored = sum(len(data) for shard in payloads(folder) for data in shard.values())
     assert there.account.dropped_blocks == 0

@@ -130,10 +130,11 @@ def shared_nbytes(declared: Declaration, copies: int) -> int:
 
     Tensors of a local layout are left out: their shapes are each rank's own.
     """
-    return sum(_nbytes(name, entry, declared, copies) for name, entry in declared.tensors.items())
+    holders: dict[str, int] = {}
+    return sum(_nbytes(entry, declared, copies, holders) for entry in declared.tensors.values())
 
 
-def _nbytes(name: str, entry: TensorEntry, declared: Declaration, copies: int) -> int:
+def _nbytes(entry: TensorEntry, declared: Declaration, copies: int, holders: dict[str, int]) -> int:
     if entry.shape is None:
         return 0
     itemsize = DTYPES[entry.dtype].itemsize
@@ -141,7 +142,9 @@ def _nbytes(name: str, entry: TensorEntry, declared: Declaration, copies: int) -
     if copies == 1 or whole == 0:
         return whole
     layout = declared.layouts[entry.layout]
-    parts = resolve(layout, declared.meshes).parts(entry.shape)
+    place = resolve(layout, declared.meshes)
     if isinstance(layout, BoxesLayout):
-        return sum(box.numel * min(copies, len(ranks)) * itemsize for box, ranks in parts)
-    return whole * min(copies, len(next(parts)[1]))  # of a grid all boxes have as many holders
+        return sum(box.numel * min(copies, len(ranks)) * itemsize for box, ranks in place.parts(entry.shape))
+    if entry.layout not in holders:  # all boxes of a grid have as many
+        holders[entry.layout] = len(next(place.parts(entry.shape))[1])
+    return whole * min(copies, holders[entry.layout])

@@ -25,7 +25,7 @@ from ckptspec.errors import CkptspecError, CommitUncertainError, SaveError
 T = TypeVar("T")
 
 # The phase after which a commit can happen without this rank, by kind of attempt.
-HAND_IN: Mapping[str, str] = {"save": "hand-in", "load": "loaded"}
+HAND_IN: Mapping[str, str] = {"save": "hand-in", "load": "loaded", "rehearsal": "rehearsed"}
 
 
 def _value(store: Store, key: str) -> bytes | None:

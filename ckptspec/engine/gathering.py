@@ -47,6 +47,7 @@ class Gathering:
         self._algorithm = algorithm(m.block)
         self._files = Descriptors(self._open)
         self._lock = threading.Lock()
+        self._spare = 0
         self.nbytes = 0
 
     def _open(self, rank: int) -> int:
@@ -63,6 +64,7 @@ class Gathering:
         """
         found: dict[tuple[int, int], list[Filled]] = {}
         regions: list[_Region] = []
+        self._spare = half.left - batch.nbytes  # for gaps: what windows take was counted
         for window in windows(batch):
             filled = self._place(window, half, regions)
             found.setdefault(window.chunk.key, []).append(filled)
@@ -79,9 +81,10 @@ class Gathering:
         nbytes = min(window.last * self._block, window.chunk.nbytes) - start
         at = window.chunk.start + start
         last = regions[-1] if regions else None
-        gap = self._gap(last, window, at, nbytes, half)
+        gap = self._gap(last, window, at, nbytes)
         if last is not None and gap is not None:
             half.take(gap)
+            self._spare -= gap
         filled = Filled(window, start, half.take(nbytes))
         self._carries.take(filled)
         if last is not None and gap is not None and not filled.carried:
@@ -92,13 +95,13 @@ class Gathering:
             regions.append(_Region(at, filled.data, [filled]))
         return filled
 
-    def _gap(self, last: _Region | None, window: Window, at: int, nbytes: int, half: Half) -> int | None:
+    def _gap(self, last: _Region | None, window: Window, at: int, nbytes: int) -> int | None:
         """Return the bytes between a region and a window that is to be read with it, None for one that is not."""
         if last is None or last.filled[0].window.chunk.rank != window.chunk.rank or last.filled[0].carried:
             return None
         gap = at - (last.at + len(last.data))
         small = nbytes < SMALL and len(last.data) + nbytes < RUN and len(last.filled[-1].data) < SMALL
-        return gap if small and 0 <= gap <= GAP and gap + nbytes <= half.left else None
+        return gap if small and 0 <= gap <= min(GAP, self._spare) else None
 
     def _tasks(self, region: _Region) -> Iterator[Task]:
         if len(region.filled) > 1:

@@ -19,6 +19,7 @@ from ckptspec.engine.scattering import Scattering
 from ckptspec.errors import CkptspecError, PlanError
 from ckptspec.plan.strips import Part, Unit
 
+ENOUGH = 64 << 20  # bytes of a half for few ranks: fresh pages cost more than a second round through warm ones
 PARTS = 4  # of the budget: two halves to read into, carried blocks, and the threads' buffers
 LEAST_BLOCKS = 4  # of the source that a half must hold: one element may lie in two blocks
 
@@ -84,8 +85,10 @@ class Sweep:
         self._gathering = Gathering(origin, self._carries, progress)
         block = outline.form.block_size
         self._scattering = Scattering(outline.tables, files, blocks, block, progress)
-        least = LEAST_BLOCKS * origin.manifest.block_size
-        self._room = min(budget.room, origin.manifest.nbytes + least)
+        m = origin.manifest
+        least = LEAST_BLOCKS * m.block_size
+        enough = max(ENOUGH, LEAST_BLOCKS * m.block_size * max(m.world_size, outline.world_size))
+        self._room = min(budget.room, enough, m.nbytes + least)
         self._halves = [Half(self._room), Half(self._room)]
         self._planned = 0
         self._reading: set[int] = set()

@@ -20,7 +20,8 @@ from ckptspec.format.catalog import ShardDocument
 from ckptspec.format.digest import Algorithm
 from ckptspec.format.manifest import ShardEntry
 
-PIECE = 1 << 20  # bytes of header, index and trailer that are compared at once
+PIECE = 1 << 20  # bytes of index and trailer that are compared at once
+_HEADER = -1  # in the place of a payload's number
 
 Allow = Callable[[int], None]
 
@@ -74,7 +75,7 @@ class Passage:
 
     def items(self) -> Iterator[Item]:
         """Yield what the file consists of, in order and without gaps."""
-        yield from _frames(0, shard.encode_header(self.header))
+        yield Block(0, self.index.header_nbytes, _HEADER, _HEADER)
         yield from items(self.index, self.header.block_size)
         yield from _frames(self.index.end, self._end)
 
@@ -115,17 +116,20 @@ class Passage:
         if isinstance(item, Frame):
             return found == item.expected
         size = self._algorithm.size
-        return self._algorithm.of(found) == self.index.digests[item.digest * size : (item.digest + 1) * size]
+        known = self.index.digests[item.digest * size : (item.digest + 1) * size]
+        return self._algorithm.of(found) == (self.index.header_digest if item.row == _HEADER else known)
 
     def _fault(self, item: Item) -> IntegrityError:
         tensor = None
-        if isinstance(item, Block) and item.row < len(self.index.chunks):
+        if isinstance(item, Block) and 0 <= item.row < len(self.index.chunks):
             tensor = self.index.names[self.index.chunks[item.row].tensor]
         extent = (item.start, item.start + item.nbytes)
         where = Where(self.entry.path, tensor=tensor, rank=self.entry.rank, range=extent)
         if isinstance(item, Frame):
             message = "bytes around the payloads are not what the index implies"
             return IntegrityError(message, rule="S-FRAME", where=where)
+        if item.row == _HEADER:
+            return IntegrityError("the header differs from its digest", rule="S-HEADER", where=where)
         return IntegrityError("bytes differ from their digest", rule="B-DIGEST", where=where)
 
 

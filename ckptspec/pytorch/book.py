@@ -6,7 +6,7 @@ tensors are known from the manifest, and values are read from the nearest shard 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ckptspec.engine.fetch import Opened
@@ -15,6 +15,9 @@ from ckptspec.format import objects
 from ckptspec.format.names import split
 from ckptspec.format.objects import TensorRef
 from ckptspec.plan.renames import Renames
+from ckptspec.pytorch.elsewhere import values
+
+Asked = Callable[[str], bool]
 
 
 class Book:
@@ -22,9 +25,12 @@ class Book:
 
     A wide one does without the rank's own shard where that cannot be read and copies are stored; `damage` says why.
     What a map of `names` speaks of stands in the tree under the wanted name too; the parts go by the stored names.
+    Values that are in other shards alone are read where their name is `asked` for.
     """
 
-    def __init__(self, opened: Opened, rank: int, *, wide: bool, names: Renames | None = None) -> None:
+    def __init__(
+        self, opened: Opened, rank: int, *, wide: bool, names: Renames | None = None, asked: Asked | None = None
+    ) -> None:
         self._opened = opened
         self._manifest = opened.manifest
         self.wide = wide
@@ -36,7 +42,7 @@ class Book:
         self.parts: dict[str, Any] = dict(objects.parts(tree, reading=True))
         self.tree = tree
         if wide:
-            self._widen()
+            self._widen(asked or (lambda name: True))
         self.renamed = {wanted: v for n, v in self.parts.items() for wanted in names.leading_to(n)} if names else {}
         if self.renamed:
             self.tree = _with(self.tree, self.renamed, over=True)
@@ -82,7 +88,7 @@ class Book:
         yield from (n for n, kind in self._manifest.objects.items() if kind == "rank")
         yield from (n for n, t in self._manifest.tensors.items() if t.shape is None)
 
-    def _widen(self) -> None:
+    def _widen(self, asked: Asked) -> None:
         """Put in what other ranks have: tensors by name, values from the shards that hold them."""
         m = self._manifest
         if not self.own:  # what another rank keeps for itself is not this one's
@@ -90,23 +96,11 @@ class Book:
         private = {n for n, t in m.tensors.items() if t.shape is None}
         found = {n: TensorRef(n) for n in m.tensors if n not in private}
         found |= {n: TensorRef(to) for n, to in m.aliases.items() if to not in private}
-        values = self._elsewhere({n for n, kind in m.objects.items() if kind == "same"} - self.parts.keys())
-        more = {n: v for n, v in {**found, **values}.items() if n not in self.parts}
+        far = {n for n, kind in m.objects.items() if kind == "same" and n not in self.parts and asked(n)}
+        more = {n: v for n, v in {**found, **values(self._opened, far, self.nearest)}.items() if n not in self.parts}
         if more:
             self.tree = _with(self.tree, more, over=False)
             self.parts |= more
-
-    def _elsewhere(self, names: set[str]) -> dict[str, Any]:
-        """Return the values of shared objects that the nearest shard has not, out of the first that has each."""
-        out: dict[str, Any] = {}
-        for entry in self._manifest.shards:
-            if not names:
-                break
-            if entry.rank != self.nearest:
-                parts = objects.parts(self._opened.document(entry.rank).state, reading=True)
-                out |= {n: v for n, v in parts if n in names}
-                names = names - out.keys()
-        return out
 
 
 def _with(tree: Any, entries: Mapping[str, Any], *, over: bool) -> Any:
@@ -135,5 +129,6 @@ def _put(tree: Any, name: str, value: Any, over: bool) -> None:
 
 
 def _key(node: Mapping[Any, Any], token: str) -> Any:
-    """Return the key of a dict that a token of a name stands for: the token itself where there is none yet."""
-    return token if token in node else next((k for k in node if str(k) == token), token)
+    """Return the key of a dict that a token of a name stands for: text or a number; the token where there is none."""
+    number = token not in node and token.removeprefix("-").isdecimal()
+    return int(token) if number and int(token) in node else token

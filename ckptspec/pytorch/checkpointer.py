@@ -15,10 +15,13 @@ import torch
 
 from ckptspec.check.cadence import cadence
 from ckptspec.check.keeping import Keep, metrics_note
+from ckptspec.check.room import Room
+from ckptspec.engine.cleaning import clean
 from ckptspec.engine.notes import Notes
+from ckptspec.engine.rehearsal import rehearse
 from ckptspec.engine.retention import Ledger, retain
 from ckptspec.engine.snapshot import Snapshot
-from ckptspec.errors import SaveError
+from ckptspec.errors import CkptspecError, SaveError
 from ckptspec.format.manifest import Manifest
 from ckptspec.pytorch import group
 from ckptspec.pytorch.api import load
@@ -115,7 +118,7 @@ class Checkpointer:
         begun = time.monotonic()
         copy = self._staged(step, state, optimizers if staging == LAZY else None)
         staged = time.monotonic() - begun
-        request = self._options.request(step, {**(annotations or {}), **metrics_note(metrics or {})})
+        request = self._options.request(step, {**(annotations or {}), **metrics_note(metrics or {})}, self._keep)
         channel = group.channel(self._options.silence)
 
         def work() -> Manifest:
@@ -130,6 +133,20 @@ class Checkpointer:
         if blocking:
             self.wait()
         return pending
+
+    def dry_run(self, state: Any, step: int = 0) -> Room:
+        """Return what saving this state will take and what there is, before training begins; nothing is kept of it.
+
+        Raises SaveError on every rank for what would fail a save: a state that cannot be stored, ranks that disagree or
+        see another folder, too little room for it and what retention keeps. `str(room.line())` says it in words.
+        """
+        self.wait()
+        channel = group.channel(self._options.silence)
+        request = self._options.request(step, keep=self._keep)
+        with channel.turn():
+            found = rehearse(self.run, lambda: snapshot(self._options.capture(state)), request, channel)
+        log.info("dry run %s: %s", self.run, found.line())
+        return found
 
     def _tidy(self, manifest: Manifest) -> None:
         """Remove what retention lets go, now that a newer checkpoint is durable; that can wait, so it fails nothing."""
@@ -237,6 +254,8 @@ class Checkpointer:
         """
         self.wait()
         here = group.world()
+        if here.rank == 0:
+            self._clear()
         options.setdefault("silence", self._options.silence)
         options.setdefault("memory", self._options.memory)
         job = Restoring(self.run, here.rank, self._notes(), lambda path: load(path, state, **options))
@@ -244,6 +263,15 @@ class Checkpointer:
         self._boundaries().saved(result.step or 0)
         log.info("%s", result.line())
         return result
+
+    def _clear(self) -> None:
+        """Remove what dead saves left in the run; what cannot be removed stays for another time."""
+        if not os.path.isdir(self.run):
+            return
+        try:
+            clean(self.run)
+        except (CkptspecError, OSError) as e:
+            log.warning("what dead saves left in %s could not be removed: %s", self.run, e)
 
     def close(self) -> None:
         """Wait for the save under way and give the staging memory back; raises what that save failed of."""

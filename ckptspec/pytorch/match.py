@@ -18,6 +18,7 @@ from ckptspec.pytorch.adapters.base import Saved
 from ckptspec.pytorch.book import Book
 from ckptspec.pytorch.capture import capture
 from ckptspec.pytorch.declare import flat_groups
+from ckptspec.pytorch.places import Places, above
 from ckptspec.pytorch.record import Capture
 from ckptspec.pytorch.select import as_fine
 
@@ -82,20 +83,20 @@ class Match:
         places = {self.routes.names.of(p): p for p in self.captured.private}
         out: dict[str, list[str]] = {}
         for name in self.book.privates() if places else ():
-            for place in (p for p in (name, *_above(name)) if p in places):
+            for place in (p for p in (name, *above(name)) if p in places):
                 out.setdefault(places[place], []).append(name)
         return out
 
     def private(self, name: str, stored: str, *, keeps: bool) -> bool:
         """Tell whether a name is each rank's own; where this rank `keeps` what it has, whatever else is there too."""
-        return self.book.private(stored) or (keeps and any(p in self._places for p in (name, *_above(name))))
+        return self.book.private(stored) or (keeps and any(p in self._places for p in (name, *above(name))))
 
     def _used_objects(self, private: set[str]) -> set[str]:
         """Return the checkpoint's objects of which every part is matched; one that is cut into nothing is used."""
         taken = {self.routes.names.of(n) for n in self.matched} | private
         unmatched = {n for n, v in self.stored.items() if n not in taken and not isinstance(v, TensorRef)}
-        above = {place for n in unmatched for place in _above(n)} | unmatched
-        return set(self.routes.manifest.objects) - above
+        unmatched |= {place for n in unmatched for place in above(n)}
+        return {n for n in self.routes.manifest.objects if n in self.book.parts and n not in unmatched}
 
     def left(self, unused: Sequence[bool]) -> tuple[str, ...]:
         """Return the names of what no rank has a use for; a flat tensor that is not wanted by its own alone."""
@@ -103,17 +104,13 @@ class Match:
         return tuple(named(entries, unused))
 
 
-def _above(name: str) -> Iterator[str]:
-    """Yield the names of the places above a name."""
-    return (name[:i] for i, c in enumerate(name) if c == "/")
-
-
 def match(opened: Opened, into: Any, terms: Terms, *, wide: bool) -> Match:
     """Return the state `into` beside the checkpoint: this rank's own shard, or with `wide` all of it.
 
     Raises PlanError [R-NAME] for an explicit map that leads nowhere, and for names of different kinds.
     """
-    book = Book(opened, terms.rank, wide=wide, names=terms.names)
+    asked = _asked(into, terms) if wide else None
+    book = Book(opened, terms.rank, wide=wide, names=terms.names, asked=asked)
     finder = Routes(opened.manifest, {}, terms.names) if wide else None
     wanted = _not_kept(book, terms) if wide else terms.wanted
     saved = Saved(opened.manifest, book.tree, book.shapes, wanted, finder)
@@ -130,6 +127,12 @@ def match(opened: Opened, into: Any, terms: Terms, *, wide: bool) -> Match:
     _pair(found, terms)
     _same_kinds(found, terms.wanted)
     return found
+
+
+def _asked(into: Any, terms: Terms) -> Wanted:
+    """Return what tells whether a stored value could be part of what is to be loaded."""
+    places = Places(into)
+    return lambda stored: any(map(places.about, (stored, *terms.names.leading_to(stored))))
 
 
 def _keeps(book: Book, terms: Terms) -> bool:

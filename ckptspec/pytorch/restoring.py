@@ -5,14 +5,16 @@ Rank 0 chooses and tells; every rank verifies what it reads. A state that does n
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import msgpack
 
+from ckptspec.engine import lease
 from ckptspec.engine.locate import committed, newest
 from ckptspec.engine.notes import Notes
 from ckptspec.engine.rollback import rollback
@@ -60,9 +62,10 @@ class _Choice:
     name: str = ""
     skipped: tuple[tuple[str, str], ...] = ()
     step: int = 0
+    save_id: str = ""
 
     def encode(self) -> bytes:
-        return bytes(msgpack.packb([self.kind, self.name, self.skipped, self.step]))
+        return bytes(msgpack.packb([self.kind, self.name, self.skipped, self.step, self.save_id]))
 
     @classmethod
     def decode(cls, data: bytes) -> _Choice:
@@ -98,7 +101,8 @@ class Restoring:
                 raise self._nothing()
             path = os.path.join(self._run, choice.name)
             try:
-                result = self._load(path)
+                with self._held(path, choice.save_id):
+                    result = self._load(path)
             except (CkptspecError, OSError) as e:
                 if not self._try_older(e, fallback):
                     raise
@@ -122,6 +126,15 @@ class Restoring:
             raise NotCommittedError(told.name, rule="P-ROLLBACK")
         aside = tuple(path for path, _ in told.skipped)
         return RestoreResult(result.step, result.path, (), result, aside, time.monotonic() - begun)
+
+    @contextlib.contextmanager
+    def _held(self, path: str, save_id: str) -> Iterator[None]:
+        """Let nobody remove a step while it is read, where this run can be written in; rank 0 does it for all."""
+        with contextlib.ExitStack() as stack:
+            if self._rank == 0:
+                with contextlib.suppress(OSError, NotCommittedError):
+                    stack.callback(lease.hold(path, "restore", save_id).release)
+            yield
 
     def _agree(self, choose: Callable[[], _Choice]) -> _Choice:
         """Return what rank 0 chose; an error there is told to all as `none`."""
@@ -163,7 +176,8 @@ def _newest(run: str, below: int | None) -> _Choice:
     found = newest(run, below=below)
     skipped = tuple((s.path, str(s.finding)) for s in found.skipped)
     if found.path is not None and found.manifest is not None:
-        return _Choice("load", os.path.basename(found.path), skipped, found.manifest.step)
+        m = found.manifest
+        return _Choice("load", os.path.basename(found.path), skipped, m.step, m.save_id)
     return _Choice("none" if found.candidates or below is not None else "fresh", "", skipped)
 
 

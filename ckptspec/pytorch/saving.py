@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ckptspec.check.keeping import Keep
 from ckptspec.engine import save as engine_save
 from ckptspec.engine.channel import Channel
 from ckptspec.engine.pool import DEFAULT_BUDGET, shared_pool
@@ -55,8 +56,10 @@ class SaveOptions:
         check_names(exclude=self.exclude)
         check_memory(self.memory)
 
-    def request(self, step: int, annotations: Mapping[str, Any] | None = None) -> engine_save.Request:
-        """Return what the engine is asked for; `annotations` are added to the options' own."""
+    def request(
+        self, step: int, annotations: Mapping[str, Any] | None = None, keep: Keep | None = None
+    ) -> engine_save.Request:
+        """Return what the engine is asked for; `annotations` are added to the options' own, `keep` needs room too."""
         return engine_save.Request(
             step=step,
             run_id=self.run_id,
@@ -67,6 +70,7 @@ class SaveOptions:
             producer={"name": "ckptspec", "version": version("ckptspec"), "torch": torch.__version__},
             annotations={**(self.annotations or {}), **(annotations or {})},
             whole=self.plain != HELD,
+            keep=keep,
         )
 
     def capture(self, state: Any) -> Capture:

@@ -173,8 +173,9 @@ def _connection(library: Any, root: str) -> Any:
     if key not in _connections:
         allow = told.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true", "yes")
         options = {"timeout": "180s", "connect_timeout": "10s", "allow_http": allow}
+        own = {"disable_bulk_delete": True} if root.startswith("s3://") else {}  # not every store knows it
         with _translated(root):
-            _connections[key] = library.store.from_url(root, client_options=options, retry_config=_RETRY)
+            _connections[key] = library.store.from_url(root, config=own, client_options=options, retry_config=_RETRY)
     return _connections[key]
 
 
