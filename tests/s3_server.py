@@ -103,9 +103,13 @@ def serve() -> Iterator[Server]:
 
 @dataclass
 class Faults:
-    """What the small server does wrong: `deaf` to conditions, `busy` answers of 503 to come, cut reads to come."""
+    """What the small server does wrong.
+
+    `deaf` to conditions, or `unable` (501) to keep them; so many answers of 503 (`busy`) and cut ones (`cut`) to come.
+    """
 
     deaf: bool = False
+    unable: bool = False
     busy: int = 0
     cut: int = 0
     etags: bool = True
@@ -155,6 +159,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         key, query, body = begun
         with self.faults.lock:
+            if self.faults.unable and "If-None-Match" in self.headers:
+                self._answer(501, b"<Error><Code>NotImplemented</Code></Error>")
+                return
             if "partNumber" in query:
                 self.faults.parts[query["uploadId"][0]][int(query["partNumber"][0])] = body
             elif self.headers.get("If-None-Match") == "*" and not self.faults.deaf and key in self.faults.objects:
@@ -167,7 +174,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         if (begun := self._begin()) is None:
             return
-        key, query, body = begun
+        key, query, _ = begun
         if "uploads" in query:
             name = f"upload{len(self.faults.requests)}"
             self.faults.parts[name] = {}

@@ -10,6 +10,8 @@ import pytest
 import torch
 from forks import run_phases
 from reload_cases import PARAMETERS, RELOADS, SAVED, Reload
+from simulated import Ranks
+from states import leaves
 from torch import Tensor, nn
 
 import ckptspec
@@ -52,8 +54,40 @@ def test_jobs_go_on_in_more_of_them(tmp_path: Path) -> None:
     run(list(RELOADS), tmp_path)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("dp", "tp"), [(3, 2), (2, 3)])
+def test_every_placement_on_a_mesh_is_loaded_on_any_other(dp: int, tp: int, tmp_path: Path) -> None:
+    meshes = [[1, 1], [2, 1], [1, 2], [3, 1], [2, 2], [4, 1], [5, 1], [1, 5], [2, 3], [3, 2]]
+    phases = [("save", 6), *((f"load_{n}", n) for n in range(1, 7))]
+    run_phases("reload_sweeps", phases, tmp_path, dp, tp, [0, 1, 4, 5, 7, 13], meshes, timeout=400)
+
+
 def test_deviations_refusals_damage_and_odd_shapes_on_fewer_and_more_ranks(tmp_path: Path) -> None:
     run_phases("reload_odds", [("odd_save", 3), ("odd_load_2", 2), ("odd_load_5", 5)], tmp_path)
+
+
+# ---- what it costs ---------------------------------------------------------------------------------------------------
+
+
+def stages(rank: int, world: int, n: int) -> dict[str, Any]:
+    """Eight pipeline stages, each with tensors and values of its own; every stage is on some ranks of any number."""
+    stage = rank * 8 // world
+    tensors = {f"{i}": torch.full((64,), float(n * (8 * i + stage))) for i in range(6)}
+    return {f"stage{stage}": {"w": tensors, "count": n * stage, "notes": {"at": n}}, "norm": torch.full((3,), float(n))}
+
+
+def test_values_of_other_ranks_are_looked_for_where_their_tensors_are(tmp_path: Path) -> None:
+    def load(rank: int) -> None:
+        into = stages(rank, 24, 0)
+        ckptspec.load(tmp_path, into=into)
+        assert leaves(into) == leaves(stages(rank, 24, 1))
+
+    with pytest.MonkeyPatch.context() as patch:
+        Ranks(64, patch).run(lambda rank: ckptspec.save(tmp_path, stages(rank, 64, 1), step=1) and None)
+    with pytest.MonkeyPatch.context() as patch:
+        found = Ranks(24, patch).run(load)
+    # The nearest shard, one of the stage for its values, and those that store the tensors of a stage and of all.
+    assert found["index_reads_of_a_rank"] <= 1 + 1 + 6 + 1
 
 
 # ---- flat buffers and named tensors, in one process ------------------------------------------------------------------

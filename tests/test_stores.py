@@ -133,11 +133,14 @@ def test_a_store_that_ignores_conditions_is_refused(faulty: tuple[Server, Faults
     store = open_store("s3://bucket/run")
     prove(store)
     faults.deaf = True
-    with pytest.raises(SaveError, match="ignores the condition of a put") as refused:
+    with pytest.raises(SaveError, match="does not keep the condition of a put") as refused:
         prove(store)
     assert refused.value.rule == "P-PROBE"
     assert refused.value.where.file == "s3://bucket/run"
     assert faults.objects == {}
+    faults.deaf, faults.unable = False, True
+    with pytest.raises(SaveError, match="does not keep the condition of a put"):
+        prove(store)
 
 
 def test_what_was_sent_is_compared_with_the_stores_own_sum(faulty: tuple[Server, Faults]) -> None:

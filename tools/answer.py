@@ -9,15 +9,23 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy
+
 from ckptspec.cli.main import main as ckptspec
 from ckptspec.engine.documents import load_manifest
+from ckptspec.engine.fetch import Opened, fetch
+from ckptspec.engine.holding import ArrayHolding
+from ckptspec.engine.pool import shared_pool
 from ckptspec.engine.read import read
 from ckptspec.errors import PlanError, ShardError
 from ckptspec.format import objects, schemas
-from ckptspec.format.box import pieces
+from ckptspec.format.box import Box, pieces
 from ckptspec.format.dtypes import DTYPES
 from ckptspec.format.layout import layout_from_document, mesh_from_document
 from ckptspec.format.placement import resolve
+from ckptspec.format.target import parse
+from ckptspec.plan.destination import Destination, destination
+from ckptspec.plan.routes import Routes
 
 Answer = dict[str, Any]
 
@@ -70,11 +78,48 @@ def _value(array: Any) -> Answer:
     return {"shape": list(array.shape), "sha256": hashlib.sha256(array.tobytes()).hexdigest()}
 
 
+def about_reshard(q: Mapping[str, Any]) -> Answer:
+    """Return what each rank of a target holds: by tensor its boxes, and the SHA-256 of their bytes in order."""
+    folder, manifest = load_manifest(q["path"])
+    d = destination(manifest, parse(Path(q["target"]).read_bytes()))
+    opened = Opened(folder, manifest)
+    return {"ranks": {str(rank): _held(opened, d, rank) for rank in range(d.world_size)}}
+
+
+def _held(opened: Opened, d: Destination, rank: int) -> Answer:
+    held = {}
+    for name, t in d.tensors.items():
+        boxes = resolve(d.layouts[t.layout], d.meshes).boxes(t.shape or (), rank)
+        arrays = [filled(opened, d.routes, name, box) for box in boxes]
+        digest = hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
+        held[name] = {"boxes": [[list(b.offsets), list(b.sizes)] for b in boxes], "sha256": digest}
+    return held
+
+
+def filled(opened: Opened, routes: Routes, name: str, box: Box) -> Any:
+    """Return a box of a wanted tensor as an array of raw elements; what no member of a flat one holds is zero."""
+    route = routes.find(name)
+    assert route is not None
+    kind = DTYPES[route.dtype]
+    array = numpy.zeros(box.sizes, numpy.dtype((numpy.void, kind.itemsize)))
+    wants = []
+    for ask in route.asks(box):
+        part, origin = array, box.offsets
+        if ask.land is not None:
+            start = ask.land.start - box.offsets[0]
+            part = array[start : start + ask.land.box.numel].reshape(ask.land.box.sizes)
+            origin = ask.land.box.offsets
+        wants.append((ask.need, ArrayHolding(part, origin, kind)))
+    fetch(opened, wants, shared_pool())
+    return array
+
+
 ABOUT: Mapping[str, Callable[[Mapping[str, Any]], Answer]] = {
     "object": about_object,
     "placement": about_placement,
     "document": about_document,
     "tensors": about_tensors,
+    "reshard": about_reshard,
 }
 
 

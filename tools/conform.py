@@ -147,6 +147,9 @@ def questions(folder: Path, case: Json) -> Iterator[Question]:
             yield Question(f"{name}/{v['id']}", {"ask": "object", "hex": v["hex"]}, {"hex": v["hex"]})
         for v in vectors["invalid"]:
             yield Question(f"{name}/{v['id']}", {"ask": "object", "hex": v["hex"]}, {"refused": v["rule"]})
+    elif action == "reshard":
+        target = str(folder / case["args"][0])
+        yield Question(name, {"ask": "reshard", "path": str(path), "target": target}, case["expected"])
     elif action == "placement":
         for v in json.loads(path.read_bytes())["vectors"]:
             wanted = {key: v.pop(key) for key in ("held", "stored")}

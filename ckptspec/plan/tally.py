@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ckptspec.plan.book import Book
-from ckptspec.plan.columns import Ints, ints, order, united
+from ckptspec.plan.columns import Bools, Ints, ints, order, united
 from ckptspec.plan.lanes import Leaf, Transfers
 from ckptspec.plan.reads import Reads
 

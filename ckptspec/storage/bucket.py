@@ -220,6 +220,8 @@ _CODES = {
 def _code(error: Exception) -> int:
     if "builder error" in str(error):
         return errno.EINVAL
+    if "status code: 501 " in str(error):
+        return errno.ENOTSUP
     return _CODES.get(type(error).__name__, errno.EIO)
 
 

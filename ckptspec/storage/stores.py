@@ -42,20 +42,29 @@ def at(url: str) -> tuple[Bucket, str]:
 def prove(store: Store) -> None:
     """Try out that a second writer of one name is refused; raises SaveError [P-PROBE] where it is not, or OSError."""
     key, data = f".ckptspec-probe-{secrets.token_hex(8)}", secrets.token_bytes(16)
-    store.put_if_absent(key, data)
     try:
-        kept = _refuses(store, key) and _holds(store, key, data)
-        if isinstance(store, Bucket):
+        kept = _takes(store, key, data) and _refuses(store, key) and _holds(store, key, data)
+        if kept and isinstance(store, Bucket):
             store.sums = store.stat(key).tag == f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'
     finally:
         store.delete(key)
     if not kept:
         raise SaveError(
-            "two writers can put the same object: the store ignores the condition of a put (If-None-Match)",
+            "two writers can put the same object: the store does not keep the condition of a put (If-None-Match)",
             rule="P-PROBE",
             where=Where(store.url),
             advice="use a store that keeps it, such as S3, MinIO, Ceph or R2 in their current versions, or a path",
         )
+
+
+def _takes(store: Store, key: str, data: bytes) -> bool:
+    try:
+        store.put_if_absent(key, data)
+    except OSError as e:
+        if e.errno != errno.ENOTSUP:
+            raise
+        return False
+    return True
 
 
 def _refuses(store: Store, key: str) -> bool:
