@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -146,7 +146,7 @@ def _pieces(draw: st.DrawFn, name: str, values: np.ndarray, groups: int) -> Iter
     dim = draw(st.integers(0, values.ndim - 1))
     n = values.shape[dim]
     bounds = [0, *sorted(draw(st.integers(0, n)) for _ in range(groups - 1)), n]
-    for a, b in zip(bounds, bounds[1:], strict=False):
+    for a, b in pairwise(bounds):
         piece = np.take(values, range(a, b), axis=dim)
         offsets = tuple(a if d == dim else 0 for d in range(values.ndim))
         yield Member(name, 0, piece.shape, values.shape, offsets), piece
@@ -189,9 +189,7 @@ def regrouped(draw: st.DrawFn) -> Case:
     kinds = [in_groups(dtype), by_parameter(dtype)]
     one = draw(kinds[draw(st.integers(0, 1))])
     other = draw(kinds[draw(st.integers(0, 1))])
-    return Case(
-        _manifest(draw, one.size, **one.tables), Target(other.size, **other.tables), one.labels, other.labels
-    )
+    return Case(_manifest(draw, one.size, **one.tables), Target(other.size, **other.tables), one.labels, other.labels)
 
 
 Row = tuple[int, int, tuple[int, ...], tuple[int, ...], int]

@@ -189,7 +189,3 @@ def compare(state: Any, arrays: Arrays, rank: int, world: int) -> int:
             count += 1
         assert leaf.padding is None or not leaf.padding.any(), name
     return count
-
-
-save_4 = save_3 = save_2 = save_1 = save
-load_4 = load_3 = load_2 = load_1 = load

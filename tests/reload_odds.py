@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import reload_cases
 import reload_private
 import torch
 import torch.distributed as dist
@@ -249,7 +250,7 @@ def another_layout(rank: int, world: int, folder: Path) -> None:
 # ---- the phases ------------------------------------------------------------------------------------------------------
 
 
-def odd_save(rank: int, world: int, folder: Path) -> None:
+def odd_save(rank: int, world: int, folder: Path, *_: Any) -> None:
     reload_private.save(rank, world, folder)
     save_odd(rank, world, folder)
     save_few(rank, world, folder)
@@ -257,10 +258,12 @@ def odd_save(rank: int, world: int, folder: Path) -> None:
     another_layout(rank, world, folder)
 
 
-def odd_load(rank: int, world: int, folder: Path) -> None:
+def odd_load(rank: int, world: int, folder: Path, *_: Any) -> None:
     for check in (reload_private.load, load_odd, load_half, load_zero_tp, load_few, disagree, damaged):
         print(check.__name__, flush=True)
         check(rank, world, folder)
 
 
 odd_load_2 = odd_load_5 = odd_load
+save_4 = save_3 = save_2 = save_1 = reload_cases.save
+load_4 = load_3 = load_2 = load_1 = reload_cases.load

@@ -31,7 +31,7 @@ def test_the_quick_start_and_the_commands_after_it_run(tmp_path: Path) -> None:
     assert done.stdout.split() == ["run/step-00000100", "ok"]
     expected = {
         "validate run --level bytes": 0,
-        "validate run --world-size 3": 1,
+        "validate run --world-size 3": 0,
         "inspect run": 0,
         "latest run": 0,
         "diff run/step-00000100 run": 0,

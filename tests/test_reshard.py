@@ -34,9 +34,9 @@ from ckptspec.engine.batches import LEAD
 from ckptspec.engine.reshard import run
 from ckptspec.engine.sweep import Budget
 from ckptspec.errors import PlanError, SaveError
-from ckptspec.format.box import Box
+from ckptspec.format.box import Box, split
 from ckptspec.format.layout import Axis, BoxesLayout, Layout, Mesh, MeshLayout
-from ckptspec.format.manifest import Member
+from ckptspec.format.manifest import Member, TensorEntry
 from ckptspec.format.objects import TensorRef
 from ckptspec.format.target import Target, of_manifest
 from ckptspec.plan.renames import renames
@@ -300,6 +300,74 @@ def test_what_no_member_of_a_wanted_group_holds_is_zero(tmp_path: Path) -> None:
     v, w = (values(f"model/{p}.exp_avg", "float32", s).reshape(-1) for p, s in (("v", (7, 5)), ("w", (257, 64))))
     zeros = np.zeros(3, found.dtype)
     assert found.tobytes() == np.concatenate([zeros[:2], v, zeros, w, zeros[:1]]).tobytes()
+
+
+# ---- flat groups and named state -------------------------------------------------------------------------------------
+
+PARAMETERS = {"w": (9, 8), "u": (16, 4), "b": (5,), "s": (), "z": (0, 3)}
+
+
+@st.composite
+def optimizers(draw: st.DrawFn) -> World:
+    """Adam's moments of PARAMETERS, by name or in flat groups, one for each tensor rank, in any order, with padding."""
+    tp, dp = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 4))
+    w = World(tp * dp, {"main": Mesh((Axis("dp", dp, "data"), Axis("tp", tp, "tensor")))})
+    w.block_size = draw(st.sampled_from([64, 100, 4096]))
+    w.copies = draw(st.sampled_from([1, 1, 2]))
+    kinds = ("exp_avg", "exp_avg_sq")
+    w.layouts["all"] = MeshLayout("main", ())
+    w.add("model/bias", "float32", (3,), "all")
+    if draw(st.booleans()):
+        for name, shape in PARAMETERS.items():
+            w.layouts[name] = draw(layouts(w.size, shape))
+            for kind in kinds:
+                w.tensors[f"optimizer/state/{name}/{kind}"] = TensorEntry("float32", shape, name)
+                w.arrays[f"optimizer/state/{name}/{kind}"] = values(f"model/{name}.{kind}", "float32", shape)
+        return w
+    order = draw(st.permutations(list(PARAMETERS)))
+    cuts = {name: draw(st.integers(0, len(shape) - 1)) for name, shape in PARAMETERS.items() if shape}
+    for i in range(tp):
+        members, at = [], 0
+        for name in order:
+            shape = PARAMETERS[name]
+            offsets, sizes = [0] * len(shape), list(shape)
+            if name in cuts:
+                d = cuts[name]
+                offsets[d], sizes[d] = split(shape[d], tp, i)
+            elif i:
+                continue  # what cannot be cut lies in the first group
+            members.append(Member(f"model/{name}", at, tuple(sizes), shape, tuple(offsets)))
+            at += int(np.prod(sizes))
+            if pad := draw(st.integers(0, 3)):
+                members.append(Member(None, at, (pad,)))
+                at += pad
+        w.layouts[f"zero{i}"] = replace(flat(align=draw(st.integers(1, 4))), at={"tp": i})
+        w.add_group(f"zero{i}", f"zero{i}", members, {k: f"optimizer/zero{i}/{k}" for k in kinds}, "float32")
+    return w
+
+
+@given(source=optimizers(), wanted=optimizers())
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+def test_moments_in_any_form_become_those_of_any_other(
+    source: World, wanted: World, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    forms(source, wanted, tmp_path_factory.mktemp("forms"))
+
+
+@pytest.mark.long
+@given(source=optimizers(), wanted=optimizers())
+@settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
+def test_moments_in_any_form_become_those_of_any_other_for_longer(
+    source: World, wanted: World, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    forms(source, wanted, tmp_path_factory.mktemp("forms"))
+
+
+def forms(source: World, wanted: World, root: Path) -> None:
+    folder = source.write(root / "run")
+    outcome = moved(folder, root / "there", target_of(wanted), **form_of(wanted))
+    same(whole(wanted.write(root / "expected")), whole(Path(outcome.folder)))
+    assert outcome.account.nbytes_read <= outcome.source.nbytes
 
 
 # ---- bounded memory --------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ class World:
     meshes: dict[str, Mesh] = field(default_factory=dict)
     layouts: dict[str, Layout] = field(default_factory=dict)
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
-    arrays: dict[str, Any] = field(default_factory=dict)
+    arrays: dict[str, Any] = field(default_factory=dict, repr=False)
     objects: dict[str, tuple[str, Any]] = field(default_factory=dict)
     groups: dict[str, FlatGroup] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)

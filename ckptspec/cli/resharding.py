@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -109,7 +108,8 @@ def _wanted(wanted: targets.Wanted, names: str | None, manifest: Manifest) -> tu
 
 def _planned(file: str, manifest: Manifest) -> tuple[Target, Renames]:
     """Return what a plan is for; raises PlanError [X-PLAN] where it is none, or none of this checkpoint."""
-    plans = import_module("ckptspec.plan.plans")  # loads numpy where a plan is worked out
+    from ckptspec.plan import plans  # loads numpy where a plan is worked out
+
     with open(file, "rb") as f:
         made = plans.parse(f.read(plans.SIZE_LIMIT + 1), file=file)
     plans.verify(made, manifest)
@@ -123,7 +123,7 @@ def _channel() -> Channel | None:
     if not os.environ.get("WORLD_SIZE", "1").isdecimal() or int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return None
     try:
-        group = import_module("ckptspec.pytorch.group")
+        from ckptspec.pytorch import group
     except ModuleNotFoundError:
         advice = "install ckptspec[torch], or call it without torchrun"
         raise PlanError("WORLD_SIZE is above 1, and the processes agree over torch", advice=advice) from None

@@ -83,11 +83,13 @@ def copy(
     if not lock.take():
         message, advice = "another process is copying to this mirror", "wait for it, or stop it"
         raise SaveError(message, rule="P-EXISTING", where=Where(place.url), advice=advice)
+    throttle = Throttle(rate)
     try:
         set_aside(run, place)
         refuse_others(folder, place)
-        return copy_folder(folder, place, records, Throttle(rate), progress)
+        return copy_folder(folder, place, records, throttle, progress)
     finally:
+        throttle.stop()  # an interrupt: threads on their way end at the next part
         lock.release()
 
 

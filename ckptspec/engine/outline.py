@@ -89,7 +89,7 @@ class Outline:
         if name in held or entry.role != "other":
             return entry
         sources = self.fitting.routes[name].sources if name in self.fitting.routes else (self.fitting.local[name],)
-        return replace(entry, role=held[sources[0]].role)
+        return replace(entry, role=held[sources[0]].role) if sources else entry  # an empty one may come from nowhere
 
     def _owners(self, stored: str) -> list[int]:
         """Return the ranks of the result that have their own local tensor of this stored name."""

@@ -199,6 +199,8 @@ class _Reshard:
             self.staging = commit.prepare(r.out, step, secrets.token_hex(16))
         else:
             self.staging = self.past.staging
+            if os.path.lexists(self.staging.manifest):  # its process died with all but the commit done
+                local.remove_file(self.staging.manifest)
         missing = [rank for rank in range(self.outline.world_size) if not self._whole(rank)]
         if missing and self.past is not None:
             self.past.units.clear()
@@ -309,12 +311,18 @@ class _Reshard:
         self.files.close()
         commit.sync_staging(self.staging.path)
         data, m = ending.sealed(shards)
-        journal.remove(self.staging.path, self.staging.save_id)
         sizes = {s.path: s.nbytes for s in shards}
-        on_existing, decide = self.request.on_existing, self.attempt.decide_commit
-        folder = commit.publish(self.staging, data, sizes, on_existing=on_existing, decide=decide)
+        on_existing = self.request.on_existing
+        folder = commit.publish(self.staging, data, sizes, on_existing=on_existing, decide=self._decide)
         self.attempt.done(receipt.receipt(m, folder))
         return m
+
+    def _decide(self) -> None:
+        """Win the decision; the journals go right before it, so that whatever failed until now is gone on with."""
+        assert self.staging is not None
+        journal.remove(self.staging.path, self.staging.save_id)
+        commit.sync_staging(self.staging.path)
+        self.attempt.decide_commit()
 
     def _outcome(self, m: Manifest, account: Account, resumed: int) -> Outcome:
         assert self.staging is not None

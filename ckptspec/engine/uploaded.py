@@ -12,6 +12,8 @@ import fcntl
 import hashlib
 import json
 import os
+import secrets
+import time
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -26,6 +28,7 @@ LIMIT = 256 << 20
 OPEN = ("queued", "sending")  # states in which there is something left to do
 STATES = (*OPEN, "safe", "failed", "gone")
 _UNBORN = ".new"
+_STALE = 600.0  # seconds after which nobody writes it any more
 
 
 @dataclass(frozen=True)
@@ -84,11 +87,18 @@ class Records:
         """Write a record, durably and in one step."""
         local.make_folders(self.folder)
         path = self._path(upload.step, upload.save_id)
-        with contextlib.suppress(FileNotFoundError):
-            local.remove_file(path + _UNBORN)  # of a process that was killed; one at a time writes here
-        local.write_file(path + _UNBORN, json.dumps({"format": FORMAT, **asdict(upload)}, indent=1).encode())
-        local.rename(path + _UNBORN, path)
+        unborn = f"{path}.{secrets.token_hex(8)}{_UNBORN}"  # one who waits for the lock notes steps too
+        local.write_file(unborn, json.dumps({"format": FORMAT, **asdict(upload)}, indent=1).encode())
+        local.rename(unborn, path)
         local.fsync_folder(self.folder)
+
+    def tidy(self) -> None:
+        """Remove what killed processes had begun to write."""
+        with contextlib.suppress(FileNotFoundError):
+            for entry in os.scandir(self.folder):
+                if entry.name.endswith(_UNBORN) and time.time() - entry.stat().st_mtime > _STALE:
+                    with contextlib.suppress(FileNotFoundError):
+                        local.remove_file(entry.path)
 
     def all(self) -> tuple[Upload, ...]:
         """Return every record, newest step first."""

@@ -21,13 +21,15 @@ from ckptspec.engine.mirror import Mirror, folder_of, open_mirror, set_aside, so
 from ckptspec.engine.throttle import Stopped, Throttle
 from ckptspec.engine.uploaded import OPEN, Lock, Records, Upload
 from ckptspec.errors import CkptspecError, NotCommittedError
+from ckptspec.format.manifest import Manifest
+from ckptspec.format.names import step_folder
 from ckptspec.storage.stores import open_store
 
 log = logging.getLogger("ckptspec")
 
 POLL = 1.0  # seconds between two looks for a lock that another process holds
 BACKOFF = (1.0, 60.0)  # seconds before the second try, and at most
-EXIT = 30.0  # seconds that the end of the interpreter waits for a part on its way
+EXIT = 30.0  # seconds to wait for a part on its way that nobody wants any more
 CLOSE = 300.0
 
 # What a store or a disk says that may soon answer again; anything else at the beginning is for somebody to put right.
@@ -100,13 +102,14 @@ class Uploader:
 
     # ---- what the training calls -----------------------------------------------------------------------------------
 
-    def enqueue(self, step: int) -> None:
+    def enqueue(self, step: int, manifest: Manifest | None = None) -> None:
         """Have a committed step of the run copied; returns at once. Raises NotCommittedError where it is none, OSError.
 
-        One that is safe is looked at again: what is missing there is sent.
+        Who has just committed it gives its manifest, and the folder is not looked at. One that is safe is looked at
+        again: what is missing there is sent.
         """
-        folder = folder_of(self.run, step)
-        m = sound(read_manifest(folder))
+        folder = os.path.join(self.run, step_folder(step)) if manifest is not None else folder_of(self.run, step)
+        m = manifest if manifest is not None else sound(read_manifest(folder))
         upload = Upload(self.mirror, m.step, m.save_id, folder, m.nbytes)
         known = self._records.get(m.step, m.save_id)
         if known is not None:
@@ -142,7 +145,7 @@ class Uploader:
         with self._condition:
             self._closing = True
         finished = self.wait(timeout)
-        self._end(None)
+        self._end(EXIT)
         return finished
 
     def _end(self, timeout: float | None) -> None:
@@ -183,6 +186,7 @@ class Uploader:
         while not lock.take():
             self.waiting = "another process copies to this mirror"
             self._throttle.sleep(POLL)
+        self._records.tidy()
         pause = BACKOFF[0]
         while self._place is None:
             self._throttle.sleep(pause)
@@ -204,6 +208,8 @@ class Uploader:
         try:
             copied = self._copy(upload)
         except Stopped:
+            with self._condition:
+                self._queue[upload.key] = upload  # it is not done
             raise
         except Exception as e:
             again = self._judged(upload, e)

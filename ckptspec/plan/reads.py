@@ -11,6 +11,8 @@ import numpy as np
 from ckptspec.format.box import CHUNK_LIMIT, Box, iter_pieces
 from ckptspec.plan.columns import Ints, ints, numels, united
 
+FEW = 1 << 14  # reads that are not put together
+
 
 @dataclass(frozen=True)
 class Reads:
@@ -29,6 +31,32 @@ class Reads:
         )
         (rank, piece), low, high = united([rank, piece], low, high)
         return cls(rank, piece, low, high)
+
+
+class Once:
+    """The bytes of stored pieces that any rank reads, each once: put together when as many are new as there were."""
+
+    def __init__(self) -> None:
+        self._known = (np.zeros(0, np.int64),) * 3
+        self._new: list[tuple[Ints, Ints, Ints]] = []
+        self._count = 0
+
+    def add(self, reads: Reads) -> None:
+        """Add what some ranks read."""
+        self._new.append((reads.piece, reads.low, reads.high))
+        self._count += len(reads.piece)
+        if self._count > max(FEW, len(self._known[0])):
+            self._unite()
+
+    def _unite(self) -> None:
+        piece, low, high = (np.concatenate(column) for column in zip(self._known, *self._new, strict=True))
+        (piece,), low, high = united([piece], low, high)
+        self._known, self._new, self._count = (piece, low, high), [], 0
+
+    def nbytes(self) -> int:
+        """Return how many bytes that is."""
+        self._unite()
+        return int((self._known[2] - self._known[1]).sum())
 
 
 def whole_blocks(start: Ints, stop: Ints, sizes: Ints, itemsize: int, block: int) -> tuple[Ints, Ints]:

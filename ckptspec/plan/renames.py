@@ -43,7 +43,7 @@ class Renames:
         return {**self.exact, **{f"{head}*{tail}": stored for head, tail, stored in self.patterns}}
 
     def leading_to(self, stored: str) -> Iterator[str]:
-        """Yield the wanted names that stand for a stored name; of a pattern whose stored name has no `*` none is known."""
+        """Yield the wanted names that stand for a stored name; of a pattern that leads to one name none is known."""
         yield from self._exactly.get(stored, ())
         for head, tail, pattern in self.patterns:
             first, star, last = pattern.partition("*")

@@ -96,12 +96,17 @@ def _parts(name: str, route: Route) -> Iterator[tuple[int, tuple[Strand, ...], L
     """Yield (where in the wanted tensor, the strands, the land) of every strip that a route is woven of."""
     if not route.lands:
         if route.strands:
-            yield 0, route.strands, Land(name)
+            yield 0, _ordered(route.strands), Land(name)
         return
     for view, strands in route.lands:
-        yield view.start, strands, Land(name, view)
+        yield view.start, _ordered(strands), Land(name, view)
     for start, stop in route.padding(0, route.shape[0]):
         yield start, (), Land(name, View(start, Box((0,), (stop - start,))))
+
+
+def _ordered(strands: tuple[Strand, ...]) -> tuple[Strand, ...]:
+    """Return strands in one order, whatever wanted tensor they were found for."""
+    return tuple(sorted(strands, key=lambda s: (s.box.offsets, s.source))) if len(strands) > 1 else strands
 
 
 def _shape(strands: Sequence[Strand]) -> tuple[int, ...]:

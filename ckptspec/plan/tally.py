@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ckptspec.plan.book import Book
-from ckptspec.plan.columns import Bools, Ints, ints, order, united
+from ckptspec.plan.columns import Bools, Ints, ints, order
 from ckptspec.plan.lanes import Leaf, Transfers
-from ckptspec.plan.reads import Reads
+from ckptspec.plan.reads import Once, Reads
 
 RANKS = 2048  # destination ranks taken at once
-PAIRS = 1 << 28  # and for them so many pairs of ranks, at most
+PAIRS = 1 << 26  # and for them so many pairs of ranks, at most
+FEW = 64  # batches of pairs that are remembered
 
 
 @dataclass
@@ -43,14 +44,15 @@ class _Sums:
     uses: Counter[int]
     signatures: Counter[tuple[int, ...]]
     digests: list[hashlib._Hash]
-    once: dict[tuple[int, ...], Reads] = field(default_factory=dict)
-    opened: Bools = field(default_factory=lambda: np.zeros(0, np.bool_))
+    seen: Bools
+    once: dict[tuple[int, ...], Once] = field(default_factory=dict)
+    pairs: list[Ints] = field(default_factory=list)  # of destination and source ranks, as places in `seen`
 
     def add(self, ranks: range) -> None:
         """Add what goes to `ranks`."""
-        self.opened = np.zeros(len(ranks) * self.book.manifest.world_size, np.bool_)
-        mine = [r for r in ranks if self.book.found.own and r < self.book.manifest.world_size]
-        self._opens(ranks, ints(mine), ints(mine))
+        if self.book.found.own:
+            mine = ints(range(ranks.start, min(ranks.stop, self.book.manifest.world_size)))
+            self._opens(ranks, mine, mine)
         shared = {leaf for signature in self.signatures if len(signature) > 1 for leaf in signature}
         kept: dict[int, list[Reads]] = {leaf: [] for leaf in shared}
         for number, leaf in enumerate(self.book.leaves):
@@ -65,14 +67,25 @@ class _Sums:
             several = [reads for number in signature for reads in kept.get(number, ())]
             if len(signature) > 1 and several:
                 self._read(signature, Reads.union(several))
+        self._forget()
 
     def _opens(self, ranks: range, rank: Ints, source: Ints) -> None:
-        """Count the pairs that have not been seen; most memory of the table of pairs is never touched."""
+        """Count the pairs that have not been seen among these ranks."""
         world = self.book.manifest.world_size
         pairs = (rank - ranks.start) * world + source
-        fresh = np.unique(pairs[~self.opened[pairs]])
-        self.opened[fresh] = True
-        np.add.at(self.tally.shards, fresh // world + ranks.start, 1)
+        fresh = np.unique(pairs[~self.seen[pairs]])
+        if len(fresh):
+            self.seen[fresh] = True
+            self.pairs.append(fresh if len(self.pairs) < FEW else fresh[:0])
+            np.add.at(self.tally.shards, fresh // world + ranks.start, 1)
+
+    def _forget(self) -> None:
+        """Clear the table of pairs: where they were few without going through it."""
+        if len(self.pairs) > FEW:
+            self.seen.fill(False)
+        for pairs in self.pairs:
+            self.seen[pairs] = False
+        self.pairs.clear()
 
     def _moved(self, number: int, leaf: Leaf, transfers: Transfers) -> None:
         times = self.uses[number]
@@ -82,14 +95,7 @@ class _Sums:
 
     def _read(self, signature: tuple[int, ...], reads: Reads) -> None:
         np.add.at(self.tally.read, reads.rank, (reads.high - reads.low) * self.signatures[signature])
-        pieces, low, high = reads.piece, reads.low, reads.high
-        if signature in self.once:
-            seen = self.once[signature]
-            pieces, low, high = (
-                np.concatenate(pair) for pair in ((seen.piece, pieces), (seen.low, low), (seen.high, high))
-            )
-        (pieces,), low, high = united([pieces], low, high)
-        self.once[signature] = Reads(pieces, pieces, low, high)
+        self.once.setdefault(signature, Once()).add(reads)
 
 
 def tally(book: Book) -> Tally:
@@ -99,12 +105,12 @@ def tally(book: Book) -> Tally:
     made = Tally(columns[0], columns[1], columns[2], columns[3])
     uses = Counter(entry.leaf for entry in book.entries)
     digests = [hashlib.sha256() for _ in book.leaves]
-    sums = _Sums(book, book.manifest.block_size, made, uses, Counter(book.signatures()), digests)
-    for ranks in blocks(world, book.manifest.world_size):
+    several = [*blocks(world, book.manifest.world_size)]
+    seen = np.zeros(len(several[0]) * book.manifest.world_size, np.bool_)
+    sums = _Sums(book, book.manifest.block_size, made, uses, Counter(book.signatures()), digests, seen)
+    for ranks in several:
         sums.add(ranks)
-    made.read_once = sum(
-        int((reads.high - reads.low).sum()) * sums.signatures[signature] for signature, reads in sums.once.items()
-    )
+    made.read_once = sum(once.nbytes() * sums.signatures[signature] for signature, once in sums.once.items())
     made.digest = _digest(book, sums.digests)
     return made
 

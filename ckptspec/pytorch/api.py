@@ -22,6 +22,7 @@ from ckptspec.pytorch.load import LoadResult, Options
 from ckptspec.pytorch.load import load as run_load
 from ckptspec.pytorch.match import KEPT, MAPPED, REFUSED
 from ckptspec.pytorch.materialize import Materialize
+from ckptspec.pytorch.progress import Tell
 from ckptspec.pytorch.saving import SaveOptions, check_memory, check_names, commit, remember
 
 
@@ -97,6 +98,7 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     memory: int = DEFAULT_BUDGET,
     silence: float = group.DEFAULT_SILENCE,
+    progress: Tell | None = None,
 ) -> LoadResult:
     """Fill `into` in place from the checkpoint at `path` (a folder, its manifest.json, or a run: its newest), verified.
 
@@ -110,13 +112,25 @@ def load(
     `exact` refuses another number of ranks and another layout. On another number of ranks, what is private to each rank
     has no exact counterpart: private="map" takes that of the rank of the same number where there is one, "keep" leaves
     it as it is, "error" refuses. With a `process_group` of all ranks that moves CPU tensors (gloo), each block is
-    read and verified by one rank alone, which sends the others what they need. Raises PlanError for what does not fit,
-    IntegrityError naming file, tensor and byte range for damaged bytes, NotCommittedError where there is no checkpoint.
+    read and verified by one rank alone, which sends the others what they need. Threads tell `progress` the bytes this
+    rank has read, and those in all. Raises PlanError for what does not fit, IntegrityError naming file, tensor and byte
+    range for damaged bytes, NotCommittedError where there is no checkpoint.
     """
     if private not in (MAPPED, KEPT, REFUSED):
         raise ValueError(f'private is "map", "keep" or "error", not {private!r}')
     options = Options(
-        exact, only, skip, missing, unexpected, cast, materialize, renames(names), private, process_group, memory
+        exact,
+        only,
+        skip,
+        missing,
+        unexpected,
+        cast,
+        materialize,
+        renames(names),
+        private,
+        process_group,
+        memory,
+        progress,
     )
     _check_load(options)
     with collector_paused():

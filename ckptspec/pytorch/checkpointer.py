@@ -29,6 +29,7 @@ from ckptspec.pytorch.background import RAISE, Pending, SaveResult, Tolerance, t
 from ckptspec.pytorch.boundaries import Boundaries, Signals
 from ckptspec.pytorch.declare import snapshot
 from ckptspec.pytorch.lazy import Gate, lazy_names
+from ckptspec.pytorch.progress import bar
 from ckptspec.pytorch.restoring import RestoreResult, Restoring
 from ckptspec.pytorch.saving import SaveOptions, commit
 from ckptspec.pytorch.staging import Staging
@@ -48,7 +49,8 @@ class Checkpointer:
     `on_busy` says what a save does while another is under way: "wait", or "skip", as rank 0 finds it. `on_error` is
     "raise", or "warn" for up to `max_failures` failed saves in a row. `staging_memory` (bytes) bounds the copy.
     `save_every` (steps, or a time such as "10min") and `save_on` (signals, such as SIGTERM) say when `due` tells all
-    ranks to save. `observe` gets every SaveResult. All else is as in `ckptspec.save`.
+    ranks to save. `observe` gets every SaveResult, when this rank is told of it, and every RestoreResult; what it
+    raises is logged. All else is as in `ckptspec.save`.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class Checkpointer:
         staging_memory: int | None = None,
         save_every: int | str | timedelta | None = None,
         save_on: Iterable[signal.Signals] = (),
-        observe: Callable[[SaveResult], None] | None = None,
+        observe: Callable[[SaveResult | RestoreResult], None] | None = None,
         **options: Any,
     ) -> None:
         if on_busy not in (WAIT, SKIP):
@@ -227,10 +229,18 @@ class Checkpointer:
         return self._staging.nbytes
 
     def _tell(self, result: SaveResult) -> None:
-        if result.manifest is None and result.error is None:
+        if result.manifest is None:  # else it was logged when it was committed
             log.info("%s", result.line())
-        if self._observe is not None:
+        self._show(result)
+
+    def _show(self, result: SaveResult | RestoreResult) -> None:
+        """Give a result to who observes; a fault there is told, and stops no training and no other rank."""
+        if self._observe is None:
+            return
+        try:
             self._observe(result)
+        except Exception:
+            log.exception("observe failed for step %s", result.step)
 
     def wait(self) -> SaveResult | None:
         """Wait for the save under way, if there is one, and return what became of it; raises what it failed of."""
@@ -258,10 +268,13 @@ class Checkpointer:
             self._clear()
         options.setdefault("silence", self._options.silence)
         options.setdefault("memory", self._options.memory)
-        job = Restoring(self.run, here.rank, self._notes(), lambda path: load(path, state, **options))
-        result = job.newest(fallback=fallback) if step is None else job.exactly(step)
+        with bar("restoring", shown=here.rank == 0) as progress:
+            options.setdefault("progress", progress)
+            job = Restoring(self.run, here.rank, self._notes(), lambda path: load(path, state, **options))
+            result = job.newest(fallback=fallback) if step is None else job.exactly(step)
         self._boundaries().saved(result.step or 0)
         log.info("%s", result.line())
+        self._show(result)
         return result
 
     def _clear(self) -> None:

@@ -17,6 +17,7 @@ from ckptspec.engine.parcels import requests
 from ckptspec.engine.pool import DEFAULT_BUDGET, Pool, shared_pool
 from ckptspec.errors import CkptspecError, IntegrityError, LoadError, PlanError, ShardError, Where
 from ckptspec.format import objects
+from ckptspec.format.dtypes import dtype
 from ckptspec.format.manifest import Manifest
 from ckptspec.format.objects import TensorRef
 from ckptspec.plan.renames import Renames
@@ -29,6 +30,7 @@ from ckptspec.pytorch.compare import Cast, Comparison, together
 from ckptspec.pytorch.exchange import ExchangeEnded, Peers, exchange
 from ckptspec.pytorch.match import MAPPED, Match, Terms, match
 from ckptspec.pytorch.materialize import Materialize, materialize
+from ckptspec.pytorch.progress import Count, Tell
 from ckptspec.pytorch.record import Capture
 from ckptspec.pytorch.restore import below, settle
 from ckptspec.pytorch.select import Patterns, Selection, asked_for, select
@@ -45,7 +47,9 @@ class LoadResult:
 
     `materialized` are the meta tensors that were given memory, `renamed` the names that an explicit map led to.
     `private` is what each rank has of its own, on another number of ranks: "mapped" from the rank of the same number,
-    or "kept" as it was. `recovered` says which shards could not be read, where another copy was.
+    or "kept" as it was. `recovered` says which shards could not be read, where another copy was. `elsewhere` are names
+    that other ranks loaded and this one has not. `world_size` is how many ranks wrote the checkpoint, `digest` that of
+    its manifest.
     """
 
     step: int
@@ -60,6 +64,9 @@ class LoadResult:
     renamed: Mapping[str, str] = field(default_factory=dict)
     private: Mapping[str, str] = field(default_factory=dict)
     recovered: tuple[str, ...] = ()
+    elsewhere: tuple[str, ...] = ()
+    world_size: int = 0
+    digest: str = ""
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,7 @@ class Options:
     private: str = MAPPED
     process_group: Any = None
     memory: int = DEFAULT_BUDGET
+    progress: Tell | None = None
 
 
 def load(path: str | os.PathLike[str], into: Any, options: Options, silence: float) -> tuple[LoadResult, Manifest]:
@@ -163,6 +171,7 @@ class _Load:
         self.pool: Pool = shared_pool(options.memory, manifest.block_size)
         self.comparison = Comparison(self.opened, rank, options.cast, exact=options.exact)
         self.begun = False  # whether something of `into` may have changed
+        self.elsewhere: tuple[str, ...] = ()
 
     def run(self, attempt: Attempt) -> LoadResult:
         """Compare, then fill, then replace values and tell objects; returns what was done."""
@@ -193,6 +202,9 @@ class _Load:
             {n: s for n in chosen.names if (s := self.terms.names.of(n)) != n},
             {**dict.fromkeys(found.mapped, "mapped"), **dict.fromkeys(found.kept, "kept")},
             tuple(recovered),
+            self.elsewhere,
+            self.manifest.world_size,
+            self.manifest.digest,
         )
 
     def _another_world(self) -> PlanError:
@@ -226,7 +238,10 @@ class _Load:
             assert narrow is not None
             return narrow, tuple(n for n in narrow.stored if n not in narrow.here)
         wide = match(self.opened, self.into, self.terms, wide=True)
-        return wide, wide.left(unused_by_all(attempt, self.rank, self.world, wide.unused()))
+        mine = [*wide.unused()]
+        nobody = unused_by_all(attempt, self.rank, self.world, mine)
+        self.elsewhere = wide.left([here and not all_ for here, all_ in zip(mine, nobody, strict=True)])
+        return wide, wide.left(nobody)
 
     def _narrow(self) -> Match | None:
         """Return the state beside this rank's own shard; None where that cannot be read and others have copies."""
@@ -314,9 +329,17 @@ class _Load:
             filling,
             self.pool,
             prefer=self.rank if own else None,
-            progress=attempt.progress,
+            progress=self._progress(filling, attempt),
             recovered=recovered,
         )
+
+    def _progress(self, filling: list[Want], attempt: Attempt) -> Callable[[int], None]:
+        """Return what is told of bytes read: this rank's sign of life, and whoever asked to be shown."""
+        if self.options.progress is None:
+            return attempt.progress
+        tensors = self.manifest.tensors
+        total = sum(need.box.numel * dtype(tensors[need.name].dtype).itemsize for need, _ in filling)
+        return Count(total, self.options.progress, attempt.progress)
 
     def _finish(self, found: Match, chosen: Selection) -> None:
         """Zero what is padding, put this rank's Python values in their containers, and tell the objects."""

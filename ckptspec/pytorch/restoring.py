@@ -49,8 +49,9 @@ class RestoreResult:
         rate = self.load.nbytes / self.seconds / 1e9 if self.seconds else 0.0
         why = "; ".join(f"{os.path.basename(path)}: {reason}" for path, reason in self.skipped) or "none"
         return (
-            f"restore step={self.step} nbytes={self.load.nbytes} seconds={self.seconds:.3f} GB/s={rate:.2f} "
-            f"save_id={self.load.save_id} path={self.path} skipped={why}"
+            f"restore step={self.step} nbytes={self.load.nbytes} ranks={self.load.world_size} "
+            f"seconds={self.seconds:.3f} GB/s={rate:.2f} save_id={self.load.save_id} digest={self.load.digest} "
+            f"path={self.path} skipped={why}"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+SCALARS = frozenset(("step", "mu_product", "eta", "mu"))  # numbers, whatever the parameter's shape
 _ADAM = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _KEYS = {
     "ASGD": ("step", "eta", "mu", "ax"),

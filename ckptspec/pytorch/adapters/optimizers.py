@@ -17,7 +17,7 @@ from ckptspec.errors import PlanError
 from ckptspec.format.layout import Layout, MeshLayout
 from ckptspec.format.names import escape
 from ckptspec.pytorch.adapters.base import ABSENT, OPTIMIZERS, Adapter, Chosen, Context, misfit
-from ckptspec.pytorch.adapters.keys import keys_of
+from ckptspec.pytorch.adapters.keys import SCALARS, keys_of
 from ckptspec.pytorch.adapters.template import Template
 from ckptspec.pytorch.layouts import WORLD
 from ckptspec.pytorch.pieces import assemble
@@ -114,7 +114,7 @@ class OptimizerAdapter(Adapter):
 
         def make(where: str, target: str, kind: torch.dtype, shape: tuple[int, ...]) -> Tensor:
             layout = source.manifest.layouts.get(source.entry(target).layout)
-            if shape == tuple(p.shape) and (shape or not where.endswith("/step")):
+            if shape == tuple(p.shape) and (shape or where.rpartition("/")[2] not in SCALARS):
                 layout = None  # whatever the one saved, the parameter's own is the right one
             return new_state(p, layout, kind, shape, rule(where))
 

@@ -1,0 +1,46 @@
+"""kill -9 in a loop of background saves that keeps two steps: what was acknowledged is resumed from, to the bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ckptspec
+from ckptspec.engine.cleaning import clean
+
+TESTS = Path(__file__).parent
+
+
+def kill_rounds(run: Path, world: int, rounds: int, seed: int, timeout: float) -> None:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(TESTS)}
+    done = subprocess.run(
+        [sys.executable, str(TESTS / "async_kills.py"), str(run), str(world), str(rounds), str(seed)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=env,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("killed rank") == rounds
+    assert done.stdout.count("ended by itself") == 1
+    clean(run, min_age=0)
+    steps = sorted(path.name for path in run.iterdir())
+    assert len(steps) == 2, steps  # nothing else is left, and retention kept what it was told to
+    for step in steps:
+        assert ckptspec.validate(run / step, level="bytes").ok
+
+
+def test_a_run_goes_on_from_no_older_step_than_it_was_told_of(tmp_path: Path) -> None:
+    kill_rounds(tmp_path / "run", 2, 10, 1, 200)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("seed", range(4))
+def test_two_hundred_kills_while_saving_in_the_background(tmp_path: Path, seed: int) -> None:
+    kill_rounds(tmp_path / "run", 2 + seed % 3, 50, 100 + seed, 2900)
