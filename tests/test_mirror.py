@@ -246,7 +246,7 @@ def test_a_copy_that_was_killed_is_gone_on_with(tmp_path: Path, mirror: str) -> 
     run = tmp_path / "run"
     add(run, 20, world=4)
     nbytes = load_manifest(run)[1].nbytes
-    command = [sys.executable, "-c", _SLOW, str(run), mirror, str(nbytes / 4)]  # a shard a second
+    command = [sys.executable, "-c", _SLOW, str(run), mirror, str(nbytes / 2)]  # two shards a second
     killed = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert killed.stdout is not None
     for _ in range(3):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import make  # noqa: F401 - puts tools/ on the path
 import models
@@ -78,7 +79,7 @@ KINDS: dict[str, Make] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_work_grows_with_the_ranks_not_with_their_product(kind: str, work: Work) -> None:
     found = [counted(work, KINDS[kind](n).manifest(), KINDS[kind](n * 3 // 4).target()) for n in (64, 256, 1024)]
-    for few, many in zip(found, found[1:], strict=False):
+    for few, many in pairwise(found):
         assert many.held <= 4.1 * few.held
         assert many.met <= 4.3 * few.met
 
@@ -88,7 +89,7 @@ def test_transfers_are_so_many_for_each_rank(kind: str) -> None:
     made = [plan(KINDS[kind](n).manifest(), KINDS[kind](n * 3 // 4).target()) for n in (64, 1024)]
     few, many = (p.totals.transfers / p.target.world_size for p in made)
     assert many <= 1.2 * few
-    assert max(made[1].ranks.shards_opened) <= max(made[0].ranks.shards_opened) + models.STATE.__len__() * 16
+    assert max(made[1].ranks.shards_opened) <= 32  # two or three of its own, and up to 16 of each group of replicas
 
 
 def test_equal_layers_are_worked_out_once() -> None:
@@ -146,19 +147,15 @@ def test_the_mixture_of_experts() -> None:
     assert (decoded.findings, list(check_manifest(decoded.manifest))) == ((), [])
     assert len(data) < 4_000_000
     book = Book(fates.found(destination(source, target)))
-    assert len(book.leaves) < 100 < 2000 < len(book.entries)
-    assert len(needed(source, target, 5000)) == 34
+    assert len(book.leaves) < 200 < 2000 < len(book.entries)
+    assert len(needed(source, target, 5000)) <= 40
 
 
 def test_zero_buffers_become_parameters_at_the_cost_of_what_meets() -> None:
-    made = plan(small(32, 4).zero().manifest(), small(24, 4).by_parameter().target())
-    assert made.possible
-    assert made.totals.bytes_read_once == made.totals.payload_bytes
-    stored = len(SMALL_PARAMETERS) * len(models.STATE)
-    assert made.totals.transfers <= 2 * stored * (128 + 96) + 2 * len(SMALL_PARAMETERS) * 96 * 16
-
-
-SMALL_PARAMETERS = list(SMALL.parameters())
+    made = [plan(small(n, 4).zero().manifest(), small(n * 3 // 4, 4).by_parameter().target()) for n in (16, 32, 64)]
+    assert all(p.possible and p.totals.bytes_read_once == p.totals.payload_bytes for p in made)
+    for few, many in pairwise(made):
+        assert many.totals.transfers <= 2 * few.totals.transfers
 
 
 def test_rows_to_columns_meet_all_with_all_in_bounded_memory(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:

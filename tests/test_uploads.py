@@ -162,7 +162,7 @@ def child(run: Path, mirror: Path | str, rate: float) -> subprocess.Popen[bytes]
 
 def test_the_next_process_goes_on_where_a_killed_one_was(run: Path, mirror: Path) -> None:
     nbytes = sum(p.stat().st_size for p in add(run, 5, world=4).glob("*.shard"))
-    with child(run, mirror, nbytes / 3) as killed:
+    with child(run, mirror, nbytes / 2) as killed:
         assert killed.stdout is not None
         for _ in range(3):
             assert killed.stdout.readline()

@@ -16,11 +16,12 @@ from ckptspec.format.report import Verdict
 from ckptspec.plan.destination import Destination
 from ckptspec.plan.fates import APPROXIMATE, LOSSLESS, LOST, Found, impossible
 from ckptspec.plan.members import kinds, state_name
+from ckptspec.plan.plans import BUFFERS
 
 SHOWN = 20  # names of one kind that get a verdict of their own
 RANKS = 64  # ranks whose bytes are added up; of more, so many evenly spread
 WORK = 100_000  # boxes that are looked at for it
-BUFFERS = 256 << 20  # bytes in which a rank that loads holds what it reads, at most
+
 MODEL, FLAT, OPTIMIZER, OTHER = "model", "flat groups", "optimizer state", "other tensors"
 RANDOM, LOADER, OWN = "random number state of each rank", "data loader state of each rank", "other state of each rank"
 VALUES = "values that all ranks share"

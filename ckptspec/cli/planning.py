@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import click
 
+from ckptspec.check.asking import Answer, Asking, answer
 from ckptspec.cli import targets
 from ckptspec.cli.output import plain_path, say, say_json, say_raw
-from ckptspec.cli.render import count, size, verdict_line
+from ckptspec.cli.render import advice_lines, count, size, verdict_line
+from ckptspec.cli.validation import read_map, words
 from ckptspec.engine.documents import load_manifest
 from ckptspec.engine.planning import judged
-from ckptspec.plan import renames
 from ckptspec.plan.planned import Columns, Plan
 from ckptspec.plan.plans import transfers
 from ckptspec.plan.renames import Renames
@@ -33,6 +34,8 @@ HEADER = ("tensor", "source", "rank", "source rank", "offsets", "sizes", "elemen
 )
 @click.option("--transfers", "moves", is_flag=True, help="Print every transfer, and nothing else.")
 @click.option("--rank", type=click.IntRange(0), metavar="N", help="With --transfers: those to rank N.")
+@click.option("--micro-batch", type=click.IntRange(1), metavar="B", help="Samples a data-parallel rank takes at once.")
+@click.option("--accumulation", type=click.IntRange(1), metavar="A", help="Micro-batches a step; 1 where not given.")
 @click.option("--output", type=_file, metavar="FILE", help="Write the plan, as JSON, for reshard --plan.")
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 def command(
@@ -43,6 +46,8 @@ def command(
     mapping: str | None,
     moves: bool,
     rank: int | None,
+    micro_batch: int | None,
+    accumulation: int | None,
     output: str | None,
     form: str,
 ) -> int:
@@ -59,7 +64,7 @@ def command(
     if moves and output is not None:
         raise click.UsageError("--output is of the plan, not of its transfers")
     folder, manifest = load_manifest(path)
-    target, names = wanted.target(manifest), Renames() if mapping is None else _read_map(mapping)
+    target, names = wanted.target(manifest), Renames() if mapping is None else read_map(mapping)
     assert target is not None
     if moves:
         for text in _printed(transfers(manifest, target, names, rank=rank), form):
@@ -73,13 +78,11 @@ def command(
     if form == "json":
         say_json(made.document())
     else:
+        said = (*words(wanted), *(() if mapping is None else ("--map", mapping)))
+        asked = Asking(target, names=names, micro=micro_batch, accumulation=accumulation, words=tuple(said))
         say(*lines(plain_path(folder), made))
+        say(*advised(answer(asking=asked, manifest=manifest), folder))
     return 0 if made.possible else 1
-
-
-def _read_map(file: str) -> Renames:
-    with open(file, "rb") as f:
-        return renames.parse(f.read(renames.SIZE_LIMIT + 1), file=file)
 
 
 def _printed(found: Iterator[Columns], form: str) -> Iterator[str]:
@@ -95,6 +98,13 @@ def _printed(found: Iterator[Columns], form: str) -> Iterator[str]:
         for rank, source, offsets, sizes, elements in rows:
             boxes = "\t".join(",".join(map(str, box)) for box in (offsets, sizes))
             yield f"{names}\t{rank}\t{source}\t{boxes}\t{elements}\n"
+
+
+def advised(found: Answer, folder: str) -> Iterator[str]:
+    """Yield what to do about other ranks or another layout, in lines for people."""
+    known = {advice.id: advice for several in found.advice(folder, None).values() for advice in several}
+    for advice in known.values():
+        yield from advice_lines(advice)
 
 
 def lines(folder: str, made: Plan) -> Iterator[str]:

@@ -15,7 +15,7 @@ from ckptspec.plan.renames import Renames, renames
 
 
 def plan(path: str | os.PathLike[str], target: Target, *, names: Mapping[str, str] | None = None) -> Plan:
-    """Return what it takes to bring the checkpoint at `path` to `target`: verdicts, and by rank bytes, shards, transfers.
+    """Return what it takes to bring the checkpoint at `path` to `target`: verdicts, and for each rank what it reads.
 
     No shard is opened. `names` is an explicit map {"wanted name": "name in the checkpoint"}, with one `*` at most.
     What cannot be had is told in the verdicts, see `Plan.possible`. Raises PlanError [R-TARGET] for a target at odds

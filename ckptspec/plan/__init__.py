@@ -8,7 +8,7 @@ from typing import Any
 
 
 class _Package(ModuleType):
-    """This package. Whoever imports a module of it makes it the attribute `plan` of ckptspec, a function by contract."""
+    """This package: importing a module of it makes it the attribute `plan` of ckptspec, by contract a function."""
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         return sys.modules["ckptspec"].__getattr__("plan")(*arguments, **options)

@@ -11,8 +11,8 @@ from zlib import crc32
 import numpy as np
 
 from ckptspec.format import holding
-from ckptspec.format.cutting import Chunks
-from ckptspec.format.grid import GridPlacement
+from ckptspec.format.cutting import WHOLE
+from ckptspec.format.grid import Cut, GridPlacement
 from ckptspec.format.layout import BoxesLayout, Layout, Mesh, RankMap
 from ckptspec.format.placement import resolve
 from ckptspec.plan.columns import Bools, Ints, boxed, indexes, ints, numels, repeated
@@ -86,29 +86,11 @@ class Grid:
         self._listed = ints(mesh.ranks) if isinstance(mesh.ranks, tuple) else None
         self._base = mesh.ranks.offset if isinstance(mesh.ranks, RankMap) else 0
         self._base += sum(i * mesh.strides[axis] for axis, i in place.pins.items())
-        rules = {c.dim: (c.rule, c.axes) for c in place.cuts}
-        self._starts: list[Ints] = []
-        self._sizes: list[Ints] = []
-        self._steps: list[Ints] = []  # what a span adds to the rank
-        for dim, n in enumerate(shape):
-            rule, axes = rules.get(dim, (Chunks(()), ()))
-            widths = boxed([[mesh.shape[axis] for axis in axes]], len(axes))
-            at = indexes(np.arange(prod(mesh.shape[axis] for axis in axes)), widths)
-            starts, sizes = (spans.T.ravel() for spans in spans_at(rule, at, n))
-            steps = np.tile(
-                (at * boxed([[mesh.strides[a] for a in axes]], len(axes))).sum(axis=1), len(starts) // len(at)
-            )
-            kept = sizes > 0
-            self._starts.append(starts[kept])
-            self._sizes.append(sizes[kept])
-            self._steps.append(steps[kept])
+        cuts = {cut.dim: cut for cut in place.cuts}
+        spans = [_spans(mesh, cuts.get(dim, Cut(dim, (), WHOLE)), n) for dim, n in enumerate(shape)]
+        self._starts, self._sizes, self._steps = ([column[i] for column in spans] for i in range(3))
         self._counts = boxed([[len(starts) for starts in self._starts]], len(shape))
-        used = {*place.pins, *(axis for _, axes in rules.values() for axis in axes)}
-        spread = np.zeros(1, np.int64)
-        for axis, n in enumerate(mesh.shape):
-            if axis not in used:
-                spread = (spread[:, None] + mesh.strides[axis] * np.arange(n)).ravel()
-        self._spread = np.sort(spread)
+        self._spread = _spread(mesh, {*place.pins, *(axis for cut in place.cuts for axis in cut.axes)})
 
     def storers(self, copies: int) -> set[int]:
         return {min(len(self._spread), max(holding.STORERS, copies))}
@@ -144,6 +126,27 @@ class Grid:
         table = np.sort(self._listed[seats[:, None] + self._spread], axis=1)
         found: Ints = table[which, holder]
         return found
+
+
+def _spans(mesh: Mesh, cut: Cut, n: int) -> tuple[Ints, Ints, Ints]:
+    """Return offsets and sizes of the spans of `n` elements, none empty, ascending, and what each adds to the rank."""
+    widths = boxed([[mesh.shape[axis] for axis in cut.axes]], len(cut.axes))
+    at = indexes(np.arange(prod(mesh.shape[axis] for axis in cut.axes)), widths)
+    starts, sizes = spans_at(cut.rule, at, n)
+    steps = (at * boxed([[mesh.strides[axis] for axis in cut.axes]], len(cut.axes))).sum(axis=1)
+    blocks = starts.shape[1]
+    starts, sizes, steps = starts.T.ravel(), sizes.T.ravel(), np.tile(steps, blocks)
+    kept = sizes > 0
+    return starts[kept], sizes[kept], steps[kept]
+
+
+def _spread(mesh: Mesh, used: set[int]) -> Ints:
+    """Return what ranks that differ only along axes that are not `used` are apart from the lowest, ascending."""
+    spread = np.zeros(1, np.int64)
+    for axis, n in enumerate(mesh.shape):
+        if axis not in used:
+            spread = (spread[:, None] + mesh.strides[axis] * np.arange(n)).ravel()
+    return np.sort(spread)
 
 
 class Listing:

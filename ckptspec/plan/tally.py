@@ -19,7 +19,7 @@ from ckptspec.plan.reads import Once, Reads
 
 RANKS = 2048  # destination ranks taken at once
 PAIRS = 1 << 26  # and for them so many pairs of ranks, at most
-FEW = 64  # batches of pairs that are remembered
+FEW = 16  # batches of pairs that are remembered
 
 
 @dataclass
@@ -73,7 +73,9 @@ class _Sums:
         """Count the pairs that have not been seen among these ranks."""
         world = self.book.manifest.world_size
         pairs = (rank - ranks.start) * world + source
-        fresh = np.unique(pairs[~self.seen[pairs]])
+        fresh = pairs[~self.seen[pairs]]
+        if (fresh[1:] <= fresh[:-1]).any():  # most often each pair comes once, in order
+            fresh = np.unique(fresh)
         if len(fresh):
             self.seen[fresh] = True
             self.pairs.append(fresh if len(self.pairs) < FEW else fresh[:0])
