@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from ckptspec.engine.locate import latest as latest
     from ckptspec.engine.planning import plan as plan
     from ckptspec.engine.read import read as read
+    from ckptspec.engine.recall import fetch_back as fetch_back
     from ckptspec.engine.reshard import reshard as reshard
     from ckptspec.engine.rollback import rollback as rollback
+    from ckptspec.engine.uploads import Uploader as Uploader
     from ckptspec.engine.verify import validate as validate
     from ckptspec.errors import CkptspecError as CkptspecError
     from ckptspec.errors import CommitUncertainError as CommitUncertainError
@@ -61,7 +63,9 @@ _HOMES = {
     "engine.planning": "plan",
     "engine.read": "read",
     "engine.reshard": "reshard",
+    "engine.recall": "fetch_back",
     "engine.rollback": "rollback",
+    "engine.uploads": "Uploader",
     "engine.verify": "validate",
     "errors": _ERRORS,
     "format.manifest": "SPEC_VERSION Manifest",

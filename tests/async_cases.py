@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -239,4 +240,34 @@ def rehearsed(rank: int, world: int, folder: Path) -> None:
             other.mkdir(exist_ok=True)
             elsewhere.run = str(other / "run")
         told.append(getattr(outcome(lambda: elsewhere.dry_run(state(rank, 1.0))), "rule", None))
+    print(told)
+
+
+def mirrored(rank: int, world: int, folder: Path) -> None:
+    """Steps go to the mirror; what the run loses or damages comes from there, newest first."""
+    run, mirror = folder / "mirrored", folder / "mirror"
+    with Checkpointer(run, mirror=mirror, keep_last=2, silence=20) as cp:
+        for step in (1, 2, 3):
+            cp.save(step, state(rank, float(step)))
+        cp.wait()
+        if cp.uploads is not None:
+            cp.uploads.wait()
+            assert {s.step for s in cp.uploads.status() if s.state == "safe"} >= {2, 3}
+    spoil(run, 3, rank)
+    with Checkpointer(run, mirror=mirror, silence=20) as cp:
+        into = state(rank, -1.0)
+        found = cp.restore(into)
+        told = [found.step, into["w"][0].item(), Path(str(found.path)).parent.name, len(found.skipped)]
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(run)
+    dist.barrier()
+    with Checkpointer(run, mirror=mirror, silence=20) as cp:
+        into = state(rank, -1.0)
+        found = cp.restore(into)
+        told += [found.step, into["own"].value[0].item() - rank]
+        back = cp.restore(into, step=2)
+        told += [back.step, into["w"][0].item()]
+    bad = Checkpointer(folder / "x", mirror="nowhere://else", silence=20)
+    told.append(getattr(outcome(lambda: bad.save(1, state(rank, 1.0))), "rule", None))
     print(told)

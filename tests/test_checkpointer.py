@@ -72,6 +72,12 @@ def test_a_dry_run_says_what_a_save_takes_and_leaves_nothing(tmp_path: Path) -> 
     assert {text.splitlines()[-1] for text in printed["rehearsed"]} == {"[True, 'StateError', 'P-FOLDER']"}
 
 
+def test_what_the_run_lost_comes_from_the_mirror(tmp_path: Path) -> None:
+    printed = run_phases("async_cases", [("mirrored", 2)], tmp_path)
+    for text in printed["mirrored"]:
+        assert text.splitlines()[-1] == "[3, 3.0, 'mirror', 1, 3, 3.0, 2, 2.0, 'P-PROBE']"
+
+
 def test_an_exit_without_close_waits_for_the_commit(tmp_path: Path) -> None:
     script = f"""
         import torch

@@ -20,6 +20,7 @@ from ckptspec.format.manifest import Manifest
 from ckptspec.format.report import Advice, Cost, Verdict
 from ckptspec.plan import sizing
 from ckptspec.plan.fates import APPROXIMATE, LOST, Found
+from ckptspec.plan.plans import BUFFERS
 
 SAMPLES = "org.ckptspec.consumed_samples"  # a manifest's annotation: how many samples the run has trained on
 COUNTERS = ("consumed_samples", "samples_consumed", "consumed_train_samples", "samples_seen")
@@ -114,7 +115,7 @@ def advice(path: str, run: str | None, m: Move, code: str) -> Iterator[Advice]:
     text = f"load it as it is: start {_ranks(m.new)}{how}, and ckptspec.load reads what each rank needs"
     text += "; ZeRO's flat groups are cut anew" if m.flat and m.old != m.new else ""
     params = {"world_size": m.new}
-    cost = Cost(bytes_read=m.reads.total, peak_memory=m.reads.most + min(m.reads.most, parts.BUFFERS))
+    cost = Cost(bytes_read=m.reads.total, peak_memory=m.reads.most + min(m.reads.most, BUFFERS))
     plan = ("ckptspec", "plan", word(path), *m.words) if m.words else ()
     yield Advice("load", code, text, params, plan, loses, cost)
     if m.words:

@@ -21,6 +21,7 @@ from ckptspec.engine.notes import Notes
 from ckptspec.engine.rehearsal import rehearse
 from ckptspec.engine.retention import Ledger, retain
 from ckptspec.engine.snapshot import Snapshot
+from ckptspec.engine.uploads import Uploader
 from ckptspec.errors import CkptspecError, SaveError
 from ckptspec.format.manifest import Manifest
 from ckptspec.pytorch import group
@@ -46,6 +47,8 @@ class Checkpointer:
     `save` returns once the state is copied; a thread writes and commits it, never through the training's process group.
     After each commit the run is tidied: of its checkpoints the `keep_last` newest stay, the multiples of `keep_every`,
     the `keep_best` (metric, "min" or "max", how many), and the steps in `protect`; keep_last=None alone keeps all.
+    With a `mirror`, a folder or an address such as s3://bucket/prefix, rank 0 copies each step there in the background,
+    at no more than `mirror_rate` bytes a second, and `restore` uses the nearest good copy.
     `on_busy` says what a save does while another is under way: "wait", or "skip", as rank 0 finds it. `on_error` is
     "raise", or "warn" for up to `max_failures` failed saves in a row. `staging_memory` (bytes) bounds the copy.
     `save_every` (steps, or a time such as "10min") and `save_on` (signals, such as SIGTERM) say when `due` tells all
@@ -61,6 +64,8 @@ class Checkpointer:
         keep_every: int | None = None,
         keep_best: tuple[str, str, int] | None = None,
         protect: Collection[int] = (),
+        mirror: str | os.PathLike[str] | None = None,
+        mirror_rate: float | None = None,
         on_busy: str = WAIT,
         on_error: str = RAISE,
         max_failures: int = 3,
@@ -79,6 +84,10 @@ class Checkpointer:
         self._staging = Staging(staging_memory)
         self._keep = Keep(keep_last, keep_every, keep_best, protect)
         self._ledger = Ledger(self.run)
+        self._mirror = None if mirror is None else os.fspath(mirror)
+        self._mirror_rate = mirror_rate
+        self._uploads: Uploader | None = None
+        self._opened = False
         self._observe = observe
         self._pending: Pending | None = None
         self._closed = False
@@ -111,6 +120,7 @@ class Checkpointer:
             raise ValueError(f'staging is "copy" or "lazy", not {staging!r}')
         if self._closed:
             raise SaveError("this Checkpointer is closed", rule="P-AGREE")
+        self._open()
         if self._busy():
             found = SaveResult(step, skipped="the save before is still under way")
             self._tell(found)
@@ -127,6 +137,7 @@ class Checkpointer:
             take = copy()  # before anything that may wait for other ranks: steps may wait for these copies
             manifest = commit(self.run, take, request, channel, self._options.memory)
             if channel.rank == 0:
+                self._copy(manifest)
                 self._tidy(manifest)
             return manifest
 
@@ -143,12 +154,38 @@ class Checkpointer:
         see another folder, too little room for it and what retention keeps. `str(room.line())` says it in words.
         """
         self.wait()
+        self._open()
         channel = group.channel(self._options.silence)
         request = self._options.request(step, keep=self._keep)
         with channel.turn():
             found = rehearse(self.run, lambda: snapshot(self._options.capture(state)), request, channel)
         log.info("dry run %s: %s", self.run, found.line())
         return found
+
+    def _copy(self, manifest: Manifest) -> None:
+        """Have a committed step copied to the mirror, before retention may look at it; that fails no save."""
+        if self._uploads is not None:
+            self._uploads.enqueue(manifest.step, manifest)
+
+    def _open(self) -> None:
+        """Open the mirror, once, on rank 0; one that cannot commit is refused on every rank."""
+        if self._mirror is None or self._opened:
+            return
+        self._opened = True
+        rank, fault = group.world().rank, ""
+        if rank == 0:
+            try:
+                self._uploads = Uploader(self.run, self._mirror, self._mirror_rate)
+            except (CkptspecError, OSError, ValueError) as e:
+                fault = str(e)
+        told = self._notes().share("mirror", fault.encode() if rank == 0 else None).decode()
+        if told:
+            raise SaveError(f"the mirror cannot be used: {told}", rank=0, rule="P-PROBE")
+
+    @property
+    def uploads(self) -> Uploader | None:
+        """What copies steps to the mirror, on rank 0, once there is one: its `status` tells which steps are safe."""
+        return self._uploads
 
     def _tidy(self, manifest: Manifest) -> None:
         """Remove what retention lets go, now that a newer checkpoint is durable; that can wait, so it fails nothing."""
@@ -263,6 +300,7 @@ class Checkpointer:
         and holds nothing good.
         """
         self.wait()
+        self._open()
         here = group.world()
         if here.rank == 0:
             self._clear()
@@ -270,7 +308,7 @@ class Checkpointer:
         options.setdefault("memory", self._options.memory)
         with bar("restoring", shown=here.rank == 0) as progress:
             options.setdefault("progress", progress)
-            job = Restoring(self.run, here.rank, self._notes(), lambda path: load(path, state, **options))
+            job = Restoring(self.run, here.rank, self._notes(), lambda path: load(path, state, **options), self._mirror)
             result = job.newest(fallback=fallback) if step is None else job.exactly(step)
         self._boundaries().saved(result.step or 0)
         log.info("%s", result.line())
@@ -296,6 +334,8 @@ class Checkpointer:
         finally:
             self._staging.release()
             self._signals.release()
+            if self._uploads is not None:
+                self._uploads.close()
 
     def __enter__(self) -> Checkpointer:
         return self

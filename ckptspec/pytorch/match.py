@@ -115,9 +115,12 @@ def match(opened: Opened, into: Any, terms: Terms, *, wide: bool) -> Match:
     wanted = _not_kept(book, terms) if wide else terms.wanted
     saved = Saved(opened.manifest, book.tree, book.shapes, wanted, finder)
     captured = capture(into, rank=terms.rank, world=terms.world, tie=False, saved=saved)
+    # An object among values is a part of its own, that it may be told what was loaded for it.
+    places = dict.fromkeys(captured.opened)
     here = dict(objects.parts(captured.tree))
-    stored = as_fine(book.parts, here if not terms.names else dict.fromkeys(map(terms.names.of, here)))
-    here = as_fine(here, {**book.parts, **book.renamed})
+    stored = as_fine(book.parts, dict.fromkeys(map(terms.names.of, (*here, *places))))
+    here = as_fine(here, {**book.parts, **book.renamed, **places})
+    _apart(here, places)
     routes = Routes(opened.manifest, _groups(captured), terms.names)
     found = Match(captured, book, routes, here, stored, terms.wanted)
     if not wide:
@@ -127,6 +130,15 @@ def match(opened: Opened, into: Any, terms: Terms, *, wide: bool) -> Match:
     _pair(found, terms)
     _same_kinds(found, terms.wanted)
     return found
+
+
+def _apart(here: Mapping[str, Any], places: Mapping[str, Any]) -> None:
+    """Refuse an object inside a container that cannot be cut up: it would not be told what was loaded for it."""
+    for place in places:
+        around = next((name for name in above(place) if name in here), None)
+        if around is not None:
+            message = "an object cannot be loaded out of a dict whose keys are neither text nor integers"
+            raise PlanError(message, rule="R-NAME", where=Where(tensor=around), advice="give the objects names")
 
 
 def _asked(into: Any, terms: Terms) -> Wanted:

@@ -9,18 +9,21 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import msgpack
 
 from ckptspec.engine import lease
 from ckptspec.engine.locate import committed, newest
+from ckptspec.engine.mirror import find
 from ckptspec.engine.notes import Notes
+from ckptspec.engine.recall import fetch_back
 from ckptspec.engine.rollback import rollback
 from ckptspec.errors import CkptspecError, FormatError, IntegrityError, LoadError, NotCommittedError
 from ckptspec.format import names
 from ckptspec.pytorch.load import LoadResult
+from ckptspec.storage.base import is_url
 
 log = logging.getLogger("ckptspec")
 
@@ -79,8 +82,9 @@ Load = Callable[[str], LoadResult]
 class Restoring:
     """One restore of one run; `load` fills the state from a path, on all ranks together."""
 
-    def __init__(self, run: str, rank: int, notes: Notes, load: Load) -> None:
+    def __init__(self, run: str, rank: int, notes: Notes, load: Load, mirror: str | None = None) -> None:
         self._run = run
+        self._mirror = mirror
         self._rank = rank
         self._notes = notes
         self._load = load
@@ -92,15 +96,16 @@ class Restoring:
         Raises NotCommittedError where the run is not empty and has nothing that can be loaded, and what the load raises
         where the state does not fit or nothing else may be tried.
         """
-        begun, below = time.monotonic(), None
+        begun = time.monotonic()
+        tried: dict[str, int] = {}
         while True:
-            choice = self._agree(lambda below=below: _newest(self._run, below))  # type: ignore[misc]
+            choice = self._agree(lambda: self._choose(tried))
             self._skipped += [s for s in choice.skipped if s not in self._skipped]
             if choice.kind == "fresh":
                 return RestoreResult(None, seconds=time.monotonic() - begun)
             if choice.kind == "none":
                 raise self._nothing()
-            path = os.path.join(self._run, choice.name)
+            path = _path(self._run, choice.name)
             try:
                 with self._held(path, choice.save_id):
                     result = self._load(path)
@@ -109,16 +114,27 @@ class Restoring:
                     raise
                 self._skipped.append((path, _first_line(e)))
                 log.warning("%s cannot be loaded, going back to an older step: %s", path, _first_line(e))
-                below = choice.step
+                tried[path] = choice.step
                 continue
             return RestoreResult(
                 result.step, result.path, tuple(self._skipped), result, seconds=time.monotonic() - begun
             )
 
+    def _choose(self, tried: Mapping[str, int]) -> _Choice:
+        """Rank 0: return the newest good step that has not turned out to be damaged, of the run or its mirror."""
+        if self._mirror is None:
+            return _newest(self._run, min(tried.values(), default=None))
+        found = find(self._run, self._mirror, without=tuple(tried))
+        skipped = tuple((s.path, str(s.finding)) for s in found.skipped)
+        if found.path is None or found.manifest is None:
+            return _Choice("none" if tried or skipped else "fresh", "", skipped)
+        name = os.path.basename(found.path) if found.place == "local" else found.path
+        return _Choice("load", name, skipped, found.manifest.step, found.manifest.save_id)
+
     def exactly(self, step: int) -> RestoreResult:
         """Load `step`, then set every newer one aside, so that a restart goes on from here [P-ROLLBACK]."""
         begun = time.monotonic()
-        choice = self._agree(lambda: _one(self._run, step))
+        choice = self._agree(lambda: self._one(step))
         if choice.kind != "load":
             raise NotCommittedError(choice.name, rule="C-MANIFEST")
         result = self._load(os.path.join(self._run, choice.name))
@@ -128,11 +144,19 @@ class Restoring:
         aside = tuple(path for path, _ in told.skipped)
         return RestoreResult(result.step, result.path, (), result, aside, time.monotonic() - begun)
 
+    def _one(self, step: int) -> _Choice:
+        """Rank 0: return a step by its number, brought back from the mirror where the run has lost it."""
+        choice = _one(self._run, step)
+        if choice.kind != "load" and self._mirror is not None:
+            log.info("%s", fetch_back(self._run, self._mirror, step))
+            choice = _one(self._run, step)
+        return choice
+
     @contextlib.contextmanager
     def _held(self, path: str, save_id: str) -> Iterator[None]:
         """Let nobody remove a step while it is read, where this run can be written in; rank 0 does it for all."""
         with contextlib.ExitStack() as stack:
-            if self._rank == 0:
+            if self._rank == 0 and not is_url(path):
                 with contextlib.suppress(OSError, NotCommittedError):
                     stack.callback(lease.hold(path, "restore", save_id).release)
             yield
@@ -162,6 +186,11 @@ class Restoring:
             rule="C-MANIFEST",
             advice="run `ckptspec validate` on them; to start anew all the same, use an empty run folder",
         )
+
+
+def _path(run: str, name: str) -> str:
+    """Return the path of a step: below the run, or where its mirror has it."""
+    return name if is_url(name) else os.path.join(run, name)
 
 
 def damage(error: BaseException) -> bool:

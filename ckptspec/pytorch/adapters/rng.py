@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import numpy.random
@@ -19,24 +20,29 @@ class RngAdapter(Adapter):
     private = True
 
     def __init__(self, value: Any, context: Context) -> None:
-        super().__init__(value, _states())
+        super().__init__(value, states())
 
     def restore(self) -> Any:
-        random.setstate(self.tree["python"])
-        numpy.random.set_state(self.tree["numpy"])
-        torch.set_rng_state(self.tree["torch"])
-        if "cuda" in self.tree:
-            torch.cuda.set_rng_state_all(self.tree["cuda"])
+        set_states(self.tree)
         return self.value
 
 
-def _states() -> dict[str, Any]:
+def set_states(states: Mapping[str, Any]) -> None:
+    """Let all generators go on from these states."""
+    random.setstate(states["python"])
+    numpy.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state_all(states["cuda"])
+
+
+def states() -> dict[str, Any]:
     """Return the states: python's tuple, numpy's dict, and a uint8 tensor of torch's own form for each device."""
-    states: dict[str, Any] = {
+    found: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": numpy.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state_all()
-    return states
+        found["cuda"] = torch.cuda.get_rng_state_all()
+    return found
