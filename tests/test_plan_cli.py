@@ -43,7 +43,14 @@ def test_it_says_what_becomes_of_each_part_and_what_is_read(plan: Ran) -> None:
     assert any(line.startswith("lossless: model: ") for line in lines)
     assert any(line.startswith("shards that each rank opens: 1 to 2; transfers to it: ") for line in lines)
     assert "with exchange (1)" in out
-    assert lines[-1].split()[-1].startswith("sha256:")
+    assert any(line.startswith("transfers: ") and "sha256:" in line for line in lines)
+    assert any(line.startswith("advice: run  ckptspec reshard ") for line in lines)
+
+
+def test_it_says_how_the_global_batch_is_kept(plan: Ran) -> None:
+    code, out, _ = plan("--world-size", 1, "--micro-batch", 2, "--accumulation", 3)
+    assert code == 0
+    assert any("global batch 12" in line for line in out.splitlines())
 
 
 def test_as_json_it_is_a_plan_that_holds(plan: Ran, folder: Path) -> None:
@@ -56,7 +63,8 @@ def test_as_json_it_is_a_plan_that_holds(plan: Ran, folder: Path) -> None:
 def test_the_plan_is_written_where_it_is_asked_for(plan: Ran, tmp_path: Path) -> None:
     code, out, _ = plan("--world-size", 1, "--output", tmp_path / "plan.json")
     assert code == 0
-    assert out.splitlines()[-1].split()[-1] == parse((tmp_path / "plan.json").read_bytes()).transfers_digest
+    (said,) = [line for line in out.splitlines() if line.startswith("transfers: ")]
+    assert said.split()[-1] == parse((tmp_path / "plan.json").read_bytes()).transfers_digest
 
 
 def test_transfers_are_columns(plan: Ran) -> None:
