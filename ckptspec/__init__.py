@@ -6,15 +6,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckptspec.check.cadence import suggest_interval as suggest_interval
-    from ckptspec.engine.diff import diff as diff
+    from ckptspec.check.life.cadence import suggest_interval as suggest_interval
+    from ckptspec.engine.comparing.diff import diff as diff
+    from ckptspec.engine.life.rollback import rollback as rollback
     from ckptspec.engine.locate import latest as latest
+    from ckptspec.engine.mirroring.recall import fetch_back as fetch_back
+    from ckptspec.engine.mirroring.uploads import Uploader as Uploader
     from ckptspec.engine.planning import plan as plan
     from ckptspec.engine.read import read as read
-    from ckptspec.engine.recall import fetch_back as fetch_back
-    from ckptspec.engine.reshard import reshard as reshard
-    from ckptspec.engine.rollback import rollback as rollback
-    from ckptspec.engine.uploads import Uploader as Uploader
+    from ckptspec.engine.resharding.reshard import reshard as reshard
     from ckptspec.engine.verify import validate as validate
     from ckptspec.errors import CkptspecError as CkptspecError
     from ckptspec.errors import CommitUncertainError as CommitUncertainError
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ckptspec.format.report import Verdict as Verdict
     from ckptspec.format.signature import Signature as Signature
     from ckptspec.format.target import Target as Target
-    from ckptspec.plan.planned import Plan as Plan
+    from ckptspec.planner.planned import Plan as Plan
     from ckptspec.pytorch.api import load as load
     from ckptspec.pytorch.api import save as save
     from ckptspec.pytorch.background import SaveResult as SaveResult
@@ -57,22 +57,22 @@ _ERRORS = (
     "SaveError ShardError StateError UnsupportedVersionError ValidationFailed"
 )
 _HOMES = {
-    "check.cadence": "suggest_interval",
-    "engine.diff": "diff",
+    "check.life.cadence": "suggest_interval",
+    "engine.comparing.diff": "diff",
     "engine.locate": "latest",
     "engine.planning": "plan",
     "engine.read": "read",
-    "engine.reshard": "reshard",
-    "engine.recall": "fetch_back",
-    "engine.rollback": "rollback",
-    "engine.uploads": "Uploader",
+    "engine.resharding.reshard": "reshard",
+    "engine.mirroring.recall": "fetch_back",
+    "engine.life.rollback": "rollback",
+    "engine.mirroring.uploads": "Uploader",
     "engine.verify": "validate",
     "errors": _ERRORS,
     "format.manifest": "SPEC_VERSION Manifest",
     "format.report": "Finding Report Verdict",
     "format.signature": "Signature",
     "format.target": "Target",
-    "plan.planned": "Plan",
+    "planner.planned": "Plan",
     "pytorch.api": "load save",
     "pytorch.background": "SaveResult",
     "pytorch.checkpointer": "Checkpointer",

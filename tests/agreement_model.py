@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ckptspec.engine import agreement as ag
-from ckptspec.engine.agreement import COMMIT, Failure, Outcome, Stage, State
+from ckptspec.engine.agree import agreement as ag
+from ckptspec.engine.agree.agreement import COMMIT, Failure, Outcome, Stage, State
 
 
 @dataclass(frozen=True)

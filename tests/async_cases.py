@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import ckptspec
-from ckptspec.engine import rehearsal, writer
+from ckptspec.engine.saves import rehearsal, writer
 from ckptspec.pytorch.checkpointer import Checkpointer
 
 
@@ -51,7 +51,7 @@ def slow(seconds: float) -> None:
         time.sleep(seconds)
         return write(*args, **more)
 
-    from ckptspec.engine import save
+    from ckptspec.engine.saves import save
 
     save.write_shard = write_shard
 
@@ -86,7 +86,7 @@ def skipped(rank: int, world: int, folder: Path) -> None:
 
 def full_disk(rank: int, world: int, folder: Path) -> None:
     """The disk of rank 1 is full for the second save: told at the next call on every rank, then all goes on."""
-    from ckptspec.engine import save
+    from ckptspec.engine.saves import save
 
     write = writer.write_shard
     told = []

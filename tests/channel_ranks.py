@@ -13,8 +13,8 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
-from ckptspec.engine import commit
-from ckptspec.engine.channel import Channel
+from ckptspec.engine.agree.channel import Channel
+from ckptspec.engine.saves import commit
 from ckptspec.errors import CommitUncertainError, SaveError
 from ckptspec.format import lexical
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import ckptspec
-from ckptspec.engine import commit
+from ckptspec.engine.saves import commit
 from ckptspec.pytorch import group
 
 LIMIT = 60  # seconds: torchrun starts its workers in sessions of their own, where nobody else would end them

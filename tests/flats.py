@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from ckptspec.format.box import Box
 from ckptspec.format.layout import FlatLayout, MeshLayout
 from ckptspec.format.manifest import FlatGroup, Manifest, Member, TensorEntry
-from ckptspec.plan.routes import Route
-from ckptspec.plan.views import View
+from ckptspec.planner.routes import Route
+from ckptspec.planner.views import View
 
 Arrays = dict[str, np.ndarray]
 

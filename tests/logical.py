@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ckptspec.engine.fetch import Opened, fetch
 from ckptspec.engine.holding import ArrayHolding, Holding
 from ckptspec.engine.pool import Pool
-from ckptspec.engine.writer import Stored, plan_shard, write_shard
+from ckptspec.engine.saves.writer import Stored, plan_shard, write_shard
 from ckptspec.format import manifest as manifests
 from ckptspec.format import objects, shard
 from ckptspec.format.box import Box
@@ -26,8 +26,8 @@ from ckptspec.format.layout import Axis, BoxesLayout, FlatLayout, Layout, Mesh, 
 from ckptspec.format.manifest import FlatGroup, Manifest, ShardEntry, TensorEntry
 from ckptspec.format.names import shard_path
 from ckptspec.format.placement import boxes_at, stored_at
-from ckptspec.plan.destination import Destination
-from ckptspec.plan.transfers import Need
+from ckptspec.planner.destination import Destination
+from ckptspec.planner.transfers import Need
 
 POOL = Pool(budget=1 << 20, buffer_nbytes=1 << 19, threads=2)
 BLOCK = 4096

@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from ranks import free_port
 
-from ckptspec.engine.channel import Channel
+from ckptspec.engine.agree.channel import Channel
 from ckptspec.errors import SaveError
 
 PATIENCE = 600.0

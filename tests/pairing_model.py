@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ckptspec.engine import pairing
-from ckptspec.engine.agreement import COMMIT, Failure, Verdict
-from ckptspec.engine.pairing import Fit
-from ckptspec.engine.pulse import Beat
+from ckptspec.engine.agree import pairing
+from ckptspec.engine.agree.agreement import COMMIT, Failure, Verdict
+from ckptspec.engine.agree.pairing import Fit
+from ckptspec.engine.agree.pulse import Beat
 
 LOAD, SLEEP, MEET = -1, -2, -3
 

@@ -18,12 +18,13 @@ from typing import Any
 
 import pytest
 
-from ckptspec.engine import attempt, documents
-from ckptspec.engine.attempt import Attempt
-from ckptspec.engine.line import Line
+from ckptspec.engine import documents
+from ckptspec.engine.agree import attempt
+from ckptspec.engine.agree.attempt import Attempt
+from ckptspec.engine.agree.line import Line
+from ckptspec.engine.agree.seat import Seat
+from ckptspec.engine.agree.store import LocalStore
 from ckptspec.engine.pool import Pool, Task
-from ckptspec.engine.seat import Seat
-from ckptspec.engine.store import LocalStore
 from ckptspec.format import manifest
 from ckptspec.pytorch import group, saving
 

@@ -11,10 +11,10 @@ from agreement_model import explore, start
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptspec.engine import agreement as ag
-from ckptspec.engine import pulse, verdict
-from ckptspec.engine.agreement import COMMIT, Failure, Outcome, Stage, State, step
-from ckptspec.engine.pulse import STUCK_DEADLINES, Beat, Pulse
+from ckptspec.engine.agree import agreement as ag
+from ckptspec.engine.agree import pulse, verdict
+from ckptspec.engine.agree.agreement import COMMIT, Failure, Outcome, Stage, State, step
+from ckptspec.engine.agree.pulse import STUCK_DEADLINES, Beat, Pulse
 from ckptspec.errors import CkptspecError, CommitUncertainError, IntegrityError, SaveError, StateError, Where
 
 # ---- every order -----------------------------------------------------------------------------------------------------

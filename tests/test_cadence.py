@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptspec
-from ckptspec.check.cadence import (
+from ckptspec.check.life.cadence import (
     Cadence,
     Last,
     Point,
@@ -27,7 +27,7 @@ from ckptspec.check.cadence import (
     suggest_interval,
 )
 from ckptspec.cli.main import main
-from ckptspec.engine.history import points
+from ckptspec.engine.life.history import points
 
 mtbfs = st.floats(60, 1e7)
 parts = st.floats(1e-6, 0.5)  # of the time between failures that a save takes

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 from channel_ranks import SAVE_ID, SILENCE, Scenario, as_threads, load, rank_main, save, serve_main
 
-from ckptspec.engine import commit
-from ckptspec.engine.channel import Attempt, Channel, LocalStore
-from ckptspec.engine.line import Line, StoreLostError
-from ckptspec.engine.pulse import Beat
-from ckptspec.engine.store import BATCH
+from ckptspec.engine.agree.channel import Attempt, Channel, LocalStore
+from ckptspec.engine.agree.line import Line, StoreLostError
+from ckptspec.engine.agree.pulse import Beat
+from ckptspec.engine.agree.store import BATCH
+from ckptspec.engine.saves import commit
 from ckptspec.errors import CkptspecError, CommitUncertainError, SaveError, StateError
 
 # ---- real processes --------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def test_a_body_is_sent_once_for_each_digest() -> None:
 
 
 def test_more_ranks_than_one_batch_are_collected_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptspec.engine.store.BATCH", 3)
+    monkeypatch.setattr("ckptspec.engine.agree.store.BATCH", 3)
     assert BATCH > 3
 
     def act(channel: Channel) -> list[bytes]:

@@ -26,7 +26,7 @@ from ckptspec.format.manifest import Manifest, TensorEntry, from_document
 from ckptspec.format.objects import TensorRef
 from ckptspec.format.shard import ChunkRow
 from ckptspec.format.target import Target, of_manifest
-from ckptspec.plan.sizing import of_axes
+from ckptspec.planner.sizing import of_axes
 
 FILES = builder.build(builder.sample(4))
 WIDE = builder.build(builder.sample(4, copies=2))

@@ -17,19 +17,20 @@ from typing import Any
 import make
 import pytest
 
-from ckptspec.check.keeping import Keep, metrics_note
-from ckptspec.check.leftovers import EXPIRY
+from ckptspec.check.life.keeping import Keep, metrics_note
+from ckptspec.check.life.leftovers import EXPIRY
 from ckptspec.cli.main import main
-from ckptspec.engine import commit, lease, probe, retention
-from ckptspec.engine import signs as signs_module
-from ckptspec.engine.channel import Channel, LocalStore
-from ckptspec.engine.cleaning import Cleaned, clean
-from ckptspec.engine.lease import Lease, hold
+from ckptspec.engine.agree.channel import Channel, LocalStore
+from ckptspec.engine.life import lease, retention
+from ckptspec.engine.life import signs as signs_module
+from ckptspec.engine.life.cleaning import Cleaned, clean
+from ckptspec.engine.life.lease import Lease, hold
+from ckptspec.engine.life.retention import Ledger, protect, retain, unprotect
+from ckptspec.engine.life.signs import signs
 from ckptspec.engine.locate import latest
-from ckptspec.engine.retention import Ledger, protect, retain, unprotect
-from ckptspec.engine.save import Request, save
-from ckptspec.engine.signs import signs
-from ckptspec.engine.snapshot import Snapshot
+from ckptspec.engine.saves import commit, probe
+from ckptspec.engine.saves.save import Request, save
+from ckptspec.engine.saves.snapshot import Snapshot
 from ckptspec.errors import CkptspecError, NotCommittedError
 from ckptspec.format import names, objects
 from ckptspec.format.declaration import Declaration

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from ckptspec.engine import commit, probe
-from ckptspec.engine.verdict import NotVisibleError
+from ckptspec.engine.agree.verdict import NotVisibleError
+from ckptspec.engine.saves import commit, probe
 from ckptspec.errors import CommitUncertainError, SaveError
 from ckptspec.format import lexical, names
 from ckptspec.storage import local

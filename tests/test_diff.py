@@ -25,18 +25,18 @@ from worlds import World as Ranks
 from worlds import worlds
 
 import ckptspec
-from ckptspec.check.differences import Comparison, Difference
-from ckptspec.check.leaves import leaves
+from ckptspec.check.comparing.differences import Comparison, Difference
+from ckptspec.check.comparing.leaves import leaves
 from ckptspec.cli.main import main
-from ckptspec.engine import diff as engine
-from ckptspec.engine.diff import LEAST_MEMORY, diff
+from ckptspec.engine.comparing import diff as engine
+from ckptspec.engine.comparing.diff import LEAST_MEMORY, diff
 from ckptspec.errors import CkptspecError, IntegrityError, PlanError
 from ckptspec.format import objects
 from ckptspec.format.box import Box
 from ckptspec.format.dtypes import dtype
 from ckptspec.format.layout import BoxesLayout, FlatLayout, Layout, LocalLayout, MeshLayout
 from ckptspec.format.manifest import FlatGroup, Member
-from ckptspec.plan.transfers import Locator, Need, needed
+from ckptspec.planner.transfers import Locator, Need, needed
 
 Files = Mapping[str, bytes]
 
@@ -175,7 +175,7 @@ def test_where_chunks_and_digests_agree_no_payload_is_read(compare: Any, monkeyp
 
 
 def test_only_the_shards_that_store_what_is_compared_are_opened(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptspec.engine import sides
+    from ckptspec.engine.comparing import sides
 
     read: list[tuple[str, int]] = []
     open_shard = sides.open_shard
@@ -220,7 +220,7 @@ def test_of_a_large_chunk_only_the_blocks_that_differ_are_read(compare: Any) -> 
 
 def test_a_shard_whose_chunks_overlap_proves_nothing(compare: Any) -> None:
     """Two chunks that hold as many elements as the tensor but not each of them are no proof of the rest."""
-    from ckptspec.engine.likeness import Item, Likeness
+    from ckptspec.engine.comparing.likeness import Item, Likeness
 
     item = Item("x", "x", "x", dtype("uint8"), (4,))
     stored = {Box((0,), (2,)): b"1", Box((1,), (2,)): b"2"}

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptspec.engine.diff import SCRATCH
-from ckptspec.engine.elements import Tally
+from ckptspec.engine.comparing.diff import SCRATCH
+from ckptspec.engine.comparing.elements import Tally
 from ckptspec.format.box import Box
 from ckptspec.format.dtypes import DTYPES, dtype
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ckptspec.engine.execute import Source, Transfer, execute
 from ckptspec.engine.holding import ArrayHolding
 from ckptspec.engine.pool import Pool
-from ckptspec.engine.writer import Stored, plan_shard, write_shard
+from ckptspec.engine.saves.writer import Stored, plan_shard, write_shard
 from ckptspec.errors import IntegrityError
 from ckptspec.format import shard
 from ckptspec.format.box import Box
@@ -119,7 +119,7 @@ def test_many_small_chunks_are_read_in_few_reads(tmp_path: Path, monkeypatch: py
 
 
 def test_large_boxes_are_cut_into_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import ckptspec.engine.writer as writer
+    import ckptspec.engine.saves.writer as writer
 
     monkeypatch.setattr(writer, "CHUNK_LIMIT", 1000)
     array = spread((40, 30))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,3 +63,42 @@ def test_a_data_loader_goes_on_at_its_next_batch(workers: int, tmp_path: Path) -
         cp.restore({"loader": fresh})
     assert take(iter(fresh), 7) == rest
     assert sorted(i for batch in seen + rest for i in batch) == list(range(40))
+
+
+class Told:
+    """An object whose whole state is one number."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+CONTAINERS: dict[str, Callable[[Told], Any]] = {
+    "alone": lambda x: x,
+    "list": lambda x: [x],
+    "tuple": lambda x: (1, x),
+    "dict": lambda x: {"x": x, "y": 5},
+    "deep": lambda x: {"a": [{"b": (x, None)}], 3: "three"},
+    "local": lambda x: {"p": ckptspec.Local({"x": x})},
+}
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_an_object_in_a_container_without_tensors_is_told_what_was_saved(kind: str, tmp_path: Path) -> None:
+    ckptspec.save(tmp_path, {"in": CONTAINERS[kind](Told(3)), "t": torch.ones(2)}, step=1)
+    fresh = Told(0)
+    into = {"in": CONTAINERS[kind](fresh), "t": torch.zeros(2)}
+    ckptspec.load(tmp_path, into)
+    assert fresh.value == 3
+    assert repr(into["in"]) == repr(CONTAINERS[kind](fresh))  # the very object stands where it stood
+
+
+def test_an_object_below_a_key_without_a_name_is_refused(tmp_path: Path) -> None:
+    ckptspec.save(tmp_path, {"in": {2.5: Told(3)}}, step=1)
+    with pytest.raises(ckptspec.PlanError, match="neither text nor integers"):
+        ckptspec.load(tmp_path, {"in": {2.5: Told(0)}})

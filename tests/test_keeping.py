@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptspec.check.keeping import METRICS, Fate, Keep, Step, decide, metrics_note, metrics_of
-from ckptspec.check.leftovers import EXPIRY, Leftover, rule
+from ckptspec.check.life.keeping import METRICS, Fate, Keep, Step, decide, metrics_note, metrics_of
+from ckptspec.check.life.leftovers import EXPIRY, Leftover, rule
 
 
 def step(n: int, **known: Any) -> Step:

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "ckptspec"
 LAYERS = [
     {"errors"},
     {"format"},
-    {"plan"},
+    {"planner"},
     {"check"},
     {"storage"},
     {"engine"},
@@ -32,7 +32,7 @@ LAYERS = [
     {""},  # ckptspec/__init__.py, the public names
 ]
 TORCH_ROOMS = {"pytorch", "integrations", "demo"}
-PURE = {"format", "plan", "check"}
+PURE = {"format", "planner", "check"}
 IMPURE = {"os", "pathlib", "threading", "torch", "io", "subprocess", "socket", "tempfile", "shutil"}
 
 # The one import that points down, for a type checker alone: an error carries the report it was made from.

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from make import builder
 
 import ckptspec
-from ckptspec.check import batches, moving, parts, ranges
-from ckptspec.check.asking import Answer, Asking, answer
-from ckptspec.check.batches import Batch, batching
-from ckptspec.check.nearness import Nearness, distance, nearest
-from ckptspec.check.pairs import pairs
+from ckptspec.check.migration import batches, moving, parts, ranges
+from ckptspec.check.migration.asking import Answer, Asking, answer
+from ckptspec.check.migration.batches import Batch, batching
+from ckptspec.check.migration.nearness import Nearness, distance, nearest
+from ckptspec.check.migration.pairs import pairs
 from ckptspec.check.verdicts import losses, verdicts
 from ckptspec.cli.main import COMMANDS, main
 from ckptspec.engine.verify import validate
@@ -35,7 +35,7 @@ from ckptspec.format.manifest import FlatGroup, Manifest, Member, TensorEntry
 from ckptspec.format.report import Range, Report, Verdict
 from ckptspec.format.signature import Described, Signature
 from ckptspec.format.target import Target, of_manifest
-from ckptspec.plan.renames import renames
+from ckptspec.planner.renames import renames
 from ckptspec.pytorch.signature import signature as signature_of
 
 SAMPLE = builder.sample(4).manifest

@@ -21,17 +21,18 @@ from s3_server import Server
 
 import ckptspec
 from ckptspec.cli.main import main
-from ckptspec.engine import copying, probe
-from ckptspec.engine.copying import copy, part_size
 from ckptspec.engine.documents import load_manifest
+from ckptspec.engine.life.rollback import rollback
 from ckptspec.engine.locate import latest, newest
-from ckptspec.engine.mirror import Found, find, open_mirror, set_aside
-from ckptspec.engine.recall import fetch_back
-from ckptspec.engine.rollback import rollback
+from ckptspec.engine.mirroring import copying
+from ckptspec.engine.mirroring.copying import copy, part_size
+from ckptspec.engine.mirroring.mirror import Found, find, open_mirror, set_aside
+from ckptspec.engine.mirroring.recall import fetch_back
+from ckptspec.engine.mirroring.throttle import Stopped, Throttle
+from ckptspec.engine.mirroring.uploaded import recorded
+from ckptspec.engine.mirroring.verified import cut
+from ckptspec.engine.saves import probe
 from ckptspec.engine.scan import Block
-from ckptspec.engine.throttle import Stopped, Throttle
-from ckptspec.engine.uploaded import recorded
-from ckptspec.engine.verified import cut
 from ckptspec.errors import IntegrityError, NotCommittedError, PlanError, SaveError, ShardError
 from ckptspec.format.manifest import decode
 from ckptspec.storage.stores import open_store
@@ -237,7 +238,7 @@ def test_a_shard_of_several_parts_arrives_whole(tmp_path: Path, url: str) -> Non
 
 _SLOW = """
 import sys
-from ckptspec.engine.copying import copy
+from ckptspec.engine.mirroring.copying import copy
 copy(sys.argv[1], 20, sys.argv[2], rate=float(sys.argv[3]), progress=lambda n: print(n, flush=True))
 """
 
@@ -465,7 +466,7 @@ def test_what_a_killed_process_brought_back_is_not_brought_again(
 ) -> None:
     mirror, new = tmp_path / "mirror", tmp_path / "new"
     copy(run, 20, mirror)
-    monkeypatch.setattr("ckptspec.engine.commit.publish", lambda *_, **__: pytest.fail("killed"))
+    monkeypatch.setattr("ckptspec.engine.saves.commit.publish", lambda *_, **__: pytest.fail("killed"))
     with pytest.raises(pytest.fail.Exception):
         fetch_back(new, mirror, 20)
     monkeypatch.undo()

@@ -24,8 +24,8 @@ from ckptspec.format.box import Box
 from ckptspec.format.layout import Axis, FlatLayout, Layout, LocalLayout, Mesh, MeshLayout
 from ckptspec.format.manifest import Manifest, Member, TensorEntry
 from ckptspec.format.target import Target, from_document
-from ckptspec.plan.destination import Destination, destination
-from ckptspec.plan.transfers import Need
+from ckptspec.planner.destination import Destination, destination
+from ckptspec.planner.transfers import Need
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 WORLDS = (1, 2, 3, 4, 5, 8)

@@ -12,11 +12,11 @@ import pytest
 from channel_ranks import as_threads, load, save
 from pairing_model import LOAD, MEET, SLEEP, World, explore
 
-from ckptspec.engine import pairing
-from ckptspec.engine.agreement import COMMIT, Failure, Verdict
-from ckptspec.engine.channel import Channel, LocalStore
-from ckptspec.engine.pairing import Fit, fit
-from ckptspec.engine.pulse import Beat
+from ckptspec.engine.agree import pairing
+from ckptspec.engine.agree.agreement import COMMIT, Failure, Verdict
+from ckptspec.engine.agree.channel import Channel, LocalStore
+from ckptspec.engine.agree.pairing import Fit, fit
+from ckptspec.engine.agree.pulse import Beat
 from ckptspec.errors import SaveError
 
 LAST = [MEET, 8, MEET, 9]  # the calls that all ranks make together in the end

@@ -27,12 +27,12 @@ from ckptspec.format.layout import Axis, BoxesLayout, Layout, Mesh, MeshLayout
 from ckptspec.format.manifest import Manifest, TensorEntry
 from ckptspec.format.placement import resolve
 from ckptspec.format.target import Target, of_manifest
-from ckptspec.plan import sizing
-from ckptspec.plan.destination import destination
-from ckptspec.plan.planned import Columns, Plan
-from ckptspec.plan.plans import needed, parse, plan, transfers, verify
-from ckptspec.plan.renames import renames
-from ckptspec.plan.transfers import Locator
+from ckptspec.planner import sizing
+from ckptspec.planner.destination import destination
+from ckptspec.planner.planned import Columns, Plan
+from ckptspec.planner.plans import needed, parse, plan, transfers, verify
+from ckptspec.planner.renames import renames
+from ckptspec.planner.transfers import Locator
 
 SPEC = Path(__file__).resolve().parents[1] / "schema" / "v1" / "SPEC.md"
 
@@ -294,9 +294,9 @@ def test_the_public_function_plans_for_a_folder(folder: Path) -> None:
 
 
 def test_a_module_of_the_package_leaves_the_function_callable(folder: Path) -> None:
-    import ckptspec.plan.views
+    import ckptspec.planner.views
 
-    assert ckptspec.plan.views.View
+    assert ckptspec.planner.views.View
     assert ckptspec.plan(folder, Target(2)).ranks.shards_opened == (1, 2)
 
 

@@ -12,7 +12,7 @@ import pytest
 from ckptspec.cli.main import main
 from ckptspec.format import manifest, schemas
 from ckptspec.format.target import of_manifest
-from ckptspec.plan.plans import parse, verify
+from ckptspec.planner.plans import parse, verify
 
 Ran = Callable[..., tuple[int, str, str]]
 

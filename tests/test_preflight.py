@@ -18,14 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptspec
-from ckptspec.check.keeping import Keep
-from ckptspec.check.room import Ask, Space, room
-from ckptspec.engine import preflight
-from ckptspec.engine.channel import Channel, LocalStore
+from ckptspec.check.life.keeping import Keep
+from ckptspec.check.life.room import Ask, Space, room
+from ckptspec.engine.agree.channel import Channel, LocalStore
 from ckptspec.engine.documents import load_manifest, open_shard
-from ckptspec.engine.save import Request
-from ckptspec.engine.save import save as engine_save
-from ckptspec.engine.snapshot import Snapshot
+from ckptspec.engine.life import preflight
+from ckptspec.engine.saves.save import Request
+from ckptspec.engine.saves.save import save as engine_save
+from ckptspec.engine.saves.snapshot import Snapshot
 from ckptspec.format import objects
 from ckptspec.format.declaration import Declaration
 from ckptspec.storage import local, space
@@ -266,7 +266,7 @@ def small_disk(folder: Path, script: str) -> Iterator[subprocess.CompletedProces
 
 SCRIPT = """
 import os, sys
-from ckptspec.engine.preflight import preflight
+from ckptspec.engine.life.preflight import preflight
 from ckptspec.storage import local
 run = os.path.join(sys.argv[1], "run")
 for nbytes, files in ((3 << 20, 4), (4 << 20, 4), ((4 << 20) + 1, 4), (1, 39), (1, 40)):

@@ -18,7 +18,7 @@ from states import leaves
 from torch import Tensor, nn
 
 import ckptspec
-from ckptspec.plan.renames import renames
+from ckptspec.planner.renames import renames
 
 WORLDS = sorted({world for world, _ in SAVED.values()})
 # In the default run; the others are as good, and with the marker `long`.

@@ -29,18 +29,18 @@ from written import (
 
 import ckptspec
 from ckptspec.engine import pool
-from ckptspec.engine.asking import Outcome, Request
-from ckptspec.engine.batches import LEAD
-from ckptspec.engine.reshard import run
-from ckptspec.engine.sweep import Budget
+from ckptspec.engine.resharding.asking import Outcome, Request
+from ckptspec.engine.resharding.batches import LEAD
+from ckptspec.engine.resharding.reshard import run
+from ckptspec.engine.resharding.sweep import Budget
 from ckptspec.errors import PlanError, SaveError
 from ckptspec.format.box import Box, split
 from ckptspec.format.layout import Axis, BoxesLayout, Layout, Mesh, MeshLayout
 from ckptspec.format.manifest import Member, TensorEntry
 from ckptspec.format.objects import TensorRef
 from ckptspec.format.target import Target, of_manifest
-from ckptspec.plan.renames import renames
-from ckptspec.plan.sizing import of_axes, of_world
+from ckptspec.planner.renames import renames
+from ckptspec.planner.sizing import of_axes, of_world
 
 SHAPES: dict[str, tuple[str, tuple[int, ...]]] = {
     "model/a": ("float32", (7, 5)),

@@ -18,7 +18,7 @@ from written import job, line, manifest_of, tensor_parallel_zero, whole
 import ckptspec
 from ckptspec.cli.main import main
 from ckptspec.format.target import of_manifest
-from ckptspec.plan.sizing import of_world
+from ckptspec.planner.sizing import of_world
 
 
 @dataclass
@@ -138,7 +138,7 @@ def test_an_interrupt_ends_with_130_and_the_same_command_goes_on(folder: Path, t
     script = (
         "import sys, time\n"
         "from ckptspec.engine import batches, reshard\n"
-        "from ckptspec.plan import strips\n"
+        "from ckptspec.planner import strips\n"
         "from ckptspec.cli.main import main\n"
         "reshard.units = lambda found: strips.units(found, 20_000, 20_000)\n"
         "reshard.SYNC_NBYTES, batches.COPIES = 0, 4\n"

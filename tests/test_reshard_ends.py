@@ -17,16 +17,17 @@ import pytest
 from written import World, columns, documents, flat, line, payloads, rows, values, whole
 
 import ckptspec
-from ckptspec.engine import batches, reshard, staging
-from ckptspec.engine.asking import Outcome, Request, Watcher
-from ckptspec.engine.channel import Channel, LocalStore
-from ckptspec.engine.reshard import run
+from ckptspec.engine.agree.channel import Channel, LocalStore
+from ckptspec.engine.resharding import batches, reshard
+from ckptspec.engine.resharding.asking import Outcome, Request, Watcher
+from ckptspec.engine.resharding.reshard import run
+from ckptspec.engine.saves import staging
 from ckptspec.errors import IntegrityError, SaveError
 from ckptspec.format.layout import Axis, Mesh, MeshLayout
 from ckptspec.format.manifest import Manifest, Member
 from ckptspec.format.target import Target
-from ckptspec.plan import strips
-from ckptspec.plan.sizing import of_world
+from ckptspec.planner import strips
+from ckptspec.planner.sizing import of_world
 from ckptspec.storage import local
 
 MEMORY = 4 << 20

@@ -15,11 +15,11 @@ SCRIPT = """
 import resource, sys
 from dataclasses import replace
 import numpy
-from ckptspec.engine.asking import Request
+from ckptspec.engine.resharding.asking import Request
 from ckptspec.engine.documents import load_manifest
-from ckptspec.engine.reshard import run
+from ckptspec.engine.resharding.reshard import run
 from ckptspec.format.layout import MeshLayout
-from ckptspec.plan.sizing import of_world
+from ckptspec.planner.sizing import of_world
 
 folder, manifest = load_manifest(sys.argv[1])
 layouts = {"x": MeshLayout("main", ((), ("dp",)))}

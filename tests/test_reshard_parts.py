@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from written import World, documents, line, states
 
 import ckptspec
-from ckptspec.engine.asking import Outcome, Request
-from ckptspec.engine.blocks import Blocks
-from ckptspec.engine.carries import Half
-from ckptspec.engine.reshard import run
-from ckptspec.engine.tables import Table
-from ckptspec.engine.trees import Forest, Grown, leaves
+from ckptspec.engine.resharding.asking import Outcome, Request
+from ckptspec.engine.resharding.blocks import Blocks
+from ckptspec.engine.resharding.carries import Half
+from ckptspec.engine.resharding.reshard import run
+from ckptspec.engine.resharding.tables import Table
+from ckptspec.engine.resharding.trees import Forest, Grown, leaves
 from ckptspec.errors import PlanError, ShardError
 from ckptspec.format import digest, running
 from ckptspec.format.box import Box, intersect
@@ -27,9 +27,9 @@ from ckptspec.format.layout import Axis, Mesh, MeshLayout
 from ckptspec.format.objects import TensorRef
 from ckptspec.format.shard import Extent, Index
 from ckptspec.format.target import Target
-from ckptspec.plan import joins
-from ckptspec.plan.joins import meetings
-from ckptspec.plan.strips import share
+from ckptspec.planner import joins
+from ckptspec.planner.joins import meetings
+from ckptspec.planner.strips import share
 
 MEMORY = 16 << 20
 

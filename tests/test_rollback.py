@@ -12,8 +12,8 @@ import pytest
 from make import checkpoint
 
 from ckptspec.cli.main import main
+from ckptspec.engine.life.rollback import rollback
 from ckptspec.engine.locate import latest
-from ckptspec.engine.rollback import rollback
 from ckptspec.errors import NotCommittedError
 
 

@@ -16,9 +16,9 @@ from ckptspec.errors import PlanError
 from ckptspec.format.box import Box
 from ckptspec.format.layout import LocalLayout
 from ckptspec.format.manifest import Member, TensorEntry
-from ckptspec.plan.renames import Renames, parse, renames
-from ckptspec.plan.routes import Route, Routes
-from ckptspec.plan.views import View
+from ckptspec.planner.renames import Renames, parse, renames
+from ckptspec.planner.routes import Route, Routes
+from ckptspec.planner.views import View
 
 W, B = "model/w", "model/b"
 SHAPES = {W: (4, 6), B: (5,)}
@@ -529,7 +529,7 @@ def test_bytes_that_are_no_map_are_refused(data: bytes) -> None:
 def test_many_parameters_with_one_last_word_are_told_apart_without_looking_at_all_pairs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from ckptspec.plan import members
+    from ckptspec.planner import members
 
     calls: list[str] = []
     end = members._last_token

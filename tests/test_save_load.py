@@ -16,7 +16,7 @@ from forks import run_phases
 from states import build, leaves
 
 import ckptspec
-from ckptspec.engine import save as save_module
+from ckptspec.engine.saves import save as save_module
 
 
 def round_trip(rank: int, world: int, folder: Path) -> None:

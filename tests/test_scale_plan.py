@@ -15,12 +15,12 @@ from ckptspec.format import manifest
 from ckptspec.format.layout import Axis, Layout, Mesh, MeshLayout
 from ckptspec.format.manifest import Manifest, TensorEntry
 from ckptspec.format.target import Target
-from ckptspec.plan import fates, lanes
-from ckptspec.plan.book import Book
-from ckptspec.plan.destination import destination
-from ckptspec.plan.held import Held, Holders
-from ckptspec.plan.plans import needed, plan, transfers
-from ckptspec.plan.stored import Boxes, Grid
+from ckptspec.planner import fates, lanes
+from ckptspec.planner.book import Book
+from ckptspec.planner.destination import destination
+from ckptspec.planner.held import Held, Holders
+from ckptspec.planner.plans import needed, plan, transfers
+from ckptspec.planner.stored import Boxes, Grid
 
 SMALL = models.Transformer(layers=3, width=1024, hidden=2816, heads=1024, kv=256, words=32_000)
 

@@ -33,8 +33,8 @@ from ckptspec.format.layout import (
 from ckptspec.format.manifest import FlatGroup, Manifest, Member, TensorEntry
 from ckptspec.format.placement import boxes_at
 from ckptspec.format.target import Target, of_manifest
-from ckptspec.plan.destination import Destination, destination
-from ckptspec.plan.sizing import of_axes, of_world, unit
+from ckptspec.planner.destination import Destination, destination
+from ckptspec.planner.sizing import of_axes, of_world, unit
 
 DATA, TENSOR, STAGE = "data", "tensor", "pipeline"
 

@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from ckptspec.engine.execute import Source, Transfer, execute
 from ckptspec.engine.holding import ArrayHolding
 from ckptspec.engine.pool import Pool
+from ckptspec.engine.saves.writer import Stored, plan_shard, write_shard
 from ckptspec.engine.slabs import LEAST_IN_PLACE, Slab, Wish, slabs
-from ckptspec.engine.writer import Stored, plan_shard, write_shard
 from ckptspec.errors import IntegrityError
 from ckptspec.format import shard
 from ckptspec.format.box import Box
 from ckptspec.format.dtypes import DType, dtype
-from ckptspec.plan.views import View
+from ckptspec.planner.views import View
 from ckptspec.storage import local
 
 KINDS = {1: "uint8", 2: "int16", 4: "float32", 8: "int64", 16: "complex128"}

@@ -17,7 +17,7 @@ import pytest
 from ckptspec.check.manifests import check_manifest
 from ckptspec.engine.holding import ArrayHolding
 from ckptspec.engine.pool import Pool
-from ckptspec.engine.writer import Stored, plan_shard, write_shard
+from ckptspec.engine.saves.writer import Stored, plan_shard, write_shard
 from ckptspec.format import digest, lexical, manifest, objects, schemas, shard
 from ckptspec.format.box import Box
 from ckptspec.format.dtypes import DTYPES

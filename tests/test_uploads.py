@@ -20,12 +20,13 @@ import s3_server
 from s3_server import Faults
 
 import ckptspec
-from ckptspec.engine import signs, uploads
-from ckptspec.engine.copying import Copied, copy
+from ckptspec.engine.life import signs
+from ckptspec.engine.life.rollback import rollback
 from ckptspec.engine.locate import latest
-from ckptspec.engine.rollback import rollback
-from ckptspec.engine.uploaded import Lock, Upload, recorded
-from ckptspec.engine.uploads import Uploader
+from ckptspec.engine.mirroring import uploads
+from ckptspec.engine.mirroring.copying import Copied, copy
+from ckptspec.engine.mirroring.uploaded import Lock, Upload, recorded
+from ckptspec.engine.mirroring.uploads import Uploader
 from ckptspec.errors import CkptspecError, NotCommittedError, SaveError
 
 PATIENCE = 20.0
@@ -149,7 +150,7 @@ def test_a_fault_of_who_is_told_harms_nothing(run: Path, mirror: Path, caplog: p
 
 _CHILD = """
 import sys
-from ckptspec.engine.uploads import Uploader
+from ckptspec.engine.mirroring.uploads import Uploader
 uploader = Uploader(sys.argv[1], sys.argv[2], float(sys.argv[3]), progress=lambda n: print(n, flush=True))
 sys.stdin.read()
 """

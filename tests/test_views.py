@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptspec.format.box import Box
-from ckptspec.plan.views import View
+from ckptspec.planner.views import View
 
 sizes = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 

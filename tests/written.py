@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from ckptspec.engine import commit
 from ckptspec.engine.documents import open_shard
 from ckptspec.engine.holding import ArrayHolding
 from ckptspec.engine.pool import Pool
-from ckptspec.engine.writer import Stored, Written, plan_shard, write_shard
+from ckptspec.engine.saves import commit
+from ckptspec.engine.saves.writer import Stored, Written, plan_shard, write_shard
 from ckptspec.format import manifest, shard
 from ckptspec.format.box import Box
 from ckptspec.format.dtypes import dtype

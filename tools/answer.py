@@ -24,8 +24,8 @@ from ckptspec.format.dtypes import DTYPES
 from ckptspec.format.layout import layout_from_document, mesh_from_document
 from ckptspec.format.placement import resolve
 from ckptspec.format.target import parse
-from ckptspec.plan.destination import Destination, destination
-from ckptspec.plan.routes import Routes
+from ckptspec.planner.destination import Destination, destination
+from ckptspec.planner.routes import Routes
 
 Answer = dict[str, Any]
 

@@ -22,7 +22,7 @@ from ckptspec.check.manifests import check_manifest
 from ckptspec.format import manifest as manifests
 from ckptspec.format.manifest import Manifest
 from ckptspec.format.target import Target
-from ckptspec.plan.plans import needed, plan, transfers
+from ckptspec.planner.plans import needed, plan, transfers
 
 Counts = dict[str, Any]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 
-from ckptspec.check.naming import Asked, Compared, compare
-from ckptspec.check.nearness import nearest as nearest
+from ckptspec.check.migration.naming import Asked, Compared, compare
+from ckptspec.check.migration.nearness import nearest as nearest
 from ckptspec.check.registry import Rules, fault
 from ckptspec.check.worlds import at
 from ckptspec.errors import PlanError, Where
@@ -20,8 +20,8 @@ from ckptspec.format.placement import resolve
 from ckptspec.format.report import Finding
 from ckptspec.format.signature import Described
 from ckptspec.format.target import Target
-from ckptspec.plan.destination import Destination, destination
-from ckptspec.plan.renames import Renames
+from ckptspec.planner.destination import Destination, destination
+from ckptspec.planner.renames import Renames
 
 FEW = 8
 MANY = 1000  # the comparison of names has a limit for each of its lists

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from math import prod
 
-from ckptspec.check.ranges import joined, ranges, text
+from ckptspec.check.migration.ranges import joined, ranges, text
 from ckptspec.format.box import Box, contains
 from ckptspec.format.dtypes import DTYPES
 from ckptspec.format.layout import BoxesLayout, Layout, MeshLayout

@@ -7,7 +7,7 @@ import os
 import click
 
 from ckptspec.cli.output import plain_path, say_json, say_path, tell
-from ckptspec.engine.rollback import rollback
+from ckptspec.engine.life.rollback import rollback
 
 
 @click.command("rollback")

@@ -6,11 +6,11 @@ from typing import Any
 
 import click
 
-from ckptspec.check.cadence import seconds
-from ckptspec.check.keeping import Keep
+from ckptspec.check.life.cadence import seconds
+from ckptspec.check.life.keeping import Keep
 from ckptspec.cli.output import plain_path, say, say_json, tell
 from ckptspec.cli.render import count
-from ckptspec.engine.cleaning import Cleaned, Item, clean
+from ckptspec.engine.life.cleaning import Cleaned, Item, clean
 
 FAILED = 3
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import click
 
-from ckptspec.check.differences import KINDS, Comparison, Difference, Distance
+from ckptspec.check.comparing.differences import KINDS, Comparison, Difference, Distance
 from ckptspec.cli.output import plain_path, say, say_json
 from ckptspec.cli.render import count
-from ckptspec.engine.diff import LEAST_MEMORY, diff
+from ckptspec.engine.comparing.diff import LEAST_MEMORY, diff
 from ckptspec.engine.pool import DEFAULT_BUDGET
 from ckptspec.errors import Where
 

@@ -6,10 +6,10 @@ import os
 
 import click
 
-from ckptspec.check.cadence import Pace, expected_loss, overhead, pace, suggest_interval
+from ckptspec.check.life.cadence import Pace, expected_loss, overhead, pace, suggest_interval
 from ckptspec.cli.output import plain_path, say, say_json, say_raw
 from ckptspec.engine.documents import load_manifest
-from ckptspec.engine.history import points
+from ckptspec.engine.life.history import points
 from ckptspec.engine.locate import is_run
 from ckptspec.format.manifest import document
 

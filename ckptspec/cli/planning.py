@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 
 import click
 
-from ckptspec.check.asking import Answer, Asking, answer
+from ckptspec.check.migration.asking import Answer, Asking, answer
 from ckptspec.cli import targets
 from ckptspec.cli.output import plain_path, say, say_json, say_raw
 from ckptspec.cli.render import advice_lines, count, size, verdict_line
 from ckptspec.cli.validation import read_map, words
 from ckptspec.engine.documents import load_manifest
 from ckptspec.engine.planning import judged
-from ckptspec.plan.planned import Columns, Plan
-from ckptspec.plan.plans import transfers
-from ckptspec.plan.renames import Renames
+from ckptspec.planner.planned import Columns, Plan
+from ckptspec.planner.plans import transfers
+from ckptspec.planner.renames import Renames
 
 _file = click.Path(readable=False)
 HEADER = ("tensor", "source", "rank", "source rank", "offsets", "sizes", "elements")

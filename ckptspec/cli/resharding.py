@@ -14,16 +14,16 @@ import click
 from ckptspec.cli import targets
 from ckptspec.cli.output import plain_path, say, say_json, tell
 from ckptspec.cli.tables import size
-from ckptspec.engine.asking import Outcome, Request, Watcher
-from ckptspec.engine.channel import Channel
+from ckptspec.engine.agree.channel import Channel
 from ckptspec.engine.documents import load_manifest
-from ckptspec.engine.reshard import run
+from ckptspec.engine.resharding.asking import Outcome, Request, Watcher
+from ckptspec.engine.resharding.reshard import run
 from ckptspec.errors import PlanError
 from ckptspec.format.digest import ALGORITHMS
 from ckptspec.format.manifest import Manifest
 from ckptspec.format.target import Target
-from ckptspec.plan import renames
-from ckptspec.plan.renames import Renames
+from ckptspec.planner import renames
+from ckptspec.planner.renames import Renames
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -108,7 +108,7 @@ def _wanted(wanted: targets.Wanted, names: str | None, manifest: Manifest) -> tu
 
 def _planned(file: str, manifest: Manifest) -> tuple[Target, Renames]:
     """Return what a plan is for; raises PlanError [X-PLAN] where it is none, or none of this checkpoint."""
-    from ckptspec.plan import plans  # loads numpy where a plan is worked out
+    from ckptspec.planner import plans  # loads numpy where a plan is worked out
 
     with open(file, "rb") as f:
         made = plans.parse(f.read(plans.SIZE_LIMIT + 1), file=file)

@@ -13,7 +13,7 @@ from ckptspec.errors import PlanError
 from ckptspec.format import target as targets
 from ckptspec.format.manifest import Manifest
 from ckptspec.format.target import Target
-from ckptspec.plan import sizing
+from ckptspec.planner import sizing
 
 WORLD_LIMIT = 1 << 24
 _AXIS = re.compile(r"([A-Za-z0-9_][A-Za-z0-9._:/+-]*)=([0-9]{1,8})\Z")

@@ -20,8 +20,8 @@ from ckptspec.format.manifest import Manifest
 from ckptspec.format.report import Finding, Report
 from ckptspec.format.signature import Signature
 from ckptspec.format.target import Target
-from ckptspec.plan import renames
-from ckptspec.plan.renames import Renames
+from ckptspec.planner import renames
+from ckptspec.planner.renames import Renames
 
 _DIGEST = re.compile(r"(sha256:)?[0-9a-fA-F]{64}\Z")
 _MOST = 1 << 40

@@ -17,7 +17,7 @@ from ckptspec.errors import IntegrityError, Where
 from ckptspec.format import shard
 from ckptspec.format.box import Box
 from ckptspec.format.dtypes import dtype
-from ckptspec.plan.views import View
+from ckptspec.planner.views import View
 from ckptspec.storage import local
 from ckptspec.storage.base import is_url
 

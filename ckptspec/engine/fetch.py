@@ -14,7 +14,7 @@ from ckptspec.errors import CkptspecError, IntegrityError, PlanError, ShardError
 from ckptspec.format.catalog import ShardDocument
 from ckptspec.format.manifest import Manifest
 from ckptspec.format.shard import Index
-from ckptspec.plan.transfers import Locator, Need, moves, needed, whole_chunks
+from ckptspec.planner.transfers import Locator, Need, moves, needed, whole_chunks
 
 
 @dataclass

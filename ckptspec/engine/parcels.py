@@ -17,8 +17,8 @@ from ckptspec.engine.holding import Holding
 from ckptspec.errors import IntegrityError, PlanError, Where
 from ckptspec.format.box import Box
 from ckptspec.format.digest import algorithm
-from ckptspec.plan.transfers import Locator, Need, Part
-from ckptspec.plan.views import View
+from ckptspec.planner.transfers import Locator, Need, Part
+from ckptspec.planner.views import View
 
 DIGEST = algorithm("xxh3-128")
 HEAD = 8  # bytes that say how long a message's table is

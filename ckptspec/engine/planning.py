@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from ckptspec.check import parts
+from ckptspec.check.migration import parts
 from ckptspec.engine.documents import load_manifest
 from ckptspec.format.manifest import Manifest
 from ckptspec.format.target import Target
-from ckptspec.plan import plans
-from ckptspec.plan.planned import Plan
-from ckptspec.plan.renames import Renames, renames
+from ckptspec.planner import plans
+from ckptspec.planner.planned import Plan
+from ckptspec.planner.renames import Renames, renames
 
 
 def plan(path: str | os.PathLike[str], target: Target, *, names: Mapping[str, str] | None = None) -> Plan:

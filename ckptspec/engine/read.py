@@ -16,7 +16,7 @@ from ckptspec.format import objects, shard
 from ckptspec.format.box import Box
 from ckptspec.format.dtypes import DType, dtype
 from ckptspec.format.manifest import TensorEntry
-from ckptspec.plan.transfers import Need
+from ckptspec.planner.transfers import Need
 from ckptspec.storage.base import is_url
 
 Slices = Mapping[str, Sequence[slice]]

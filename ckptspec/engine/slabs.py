@@ -8,7 +8,7 @@ from math import prod
 
 from ckptspec.engine.holding import Holding
 from ckptspec.format.box import Box, intersect, long_axis
-from ckptspec.plan.views import View
+from ckptspec.planner.views import View
 
 LEAST_IN_PLACE = 4  # whole blocks of one part, from which on they are read to where they belong, not by way of a buffer
 

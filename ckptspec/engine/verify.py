@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckptspec.check import catalogs
 from ckptspec.check.advice import PASSED_OVER, OtherStep, Situation, advise
-from ckptspec.check.damage import loss_of
 from ckptspec.check.manifests import check_manifest
+from ckptspec.check.migration.damage import loss_of
 from ckptspec.check.registry import capped, fault
 from ckptspec.check.verdicts import Loss, losses, private_names, unlisted, verdicts
 from ckptspec.engine.documents import read_shard
@@ -29,10 +29,10 @@ from ckptspec.format.report import Finding, Report, Verdict
 from ckptspec.format.shard import TRAILER, Header
 from ckptspec.format.signature import Signature
 from ckptspec.format.signature import from_document as signature_of
-from ckptspec.plan.renames import Renames, renames
+from ckptspec.planner.renames import Renames, renames
 
 if TYPE_CHECKING:
-    from ckptspec.check.asking import Aim, Answer
+    from ckptspec.check.migration.asking import Aim, Answer
 
 CHOICES = ("schema", "manifest", "shards", "bytes")
 _MEDIA = (errno.EIO, errno.ESTALE, errno.ENODATA, errno.EBADMSG)  # the storage fails, not the permission to look
@@ -139,7 +139,7 @@ def _descend(walk: _Walk, folder: str, level: str, expect_digest: str | None) ->
 
 
 def _answer(asked: tuple[Any, ...], manifest: Manifest) -> Answer:
-    from ckptspec.check.asking import Asking, answer  # the planner's modules: only who asks waits for them
+    from ckptspec.check.migration.asking import Asking, answer  # the planner's modules: only who asks waits for them
 
     return answer(Asking(*asked), manifest)
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from ckptspec.engine.pool import DEFAULT_BUDGET
-from ckptspec.engine.snapshot import Snapshot
+from ckptspec.engine.saves.snapshot import Snapshot
 from ckptspec.format.manifest import Manifest
 from ckptspec.format.pause import collector_paused
-from ckptspec.plan.renames import renames
+from ckptspec.planner.renames import renames
 from ckptspec.pytorch import group
 from ckptspec.pytorch.capture import REPLICATED
 from ckptspec.pytorch.compare import Cast

@@ -14,7 +14,7 @@ from ckptspec.errors import IntegrityError, ShardError
 from ckptspec.format import objects
 from ckptspec.format.names import split
 from ckptspec.format.objects import TensorRef
-from ckptspec.plan.renames import Renames
+from ckptspec.planner.renames import Renames
 from ckptspec.pytorch.elsewhere import values
 
 Asked = Callable[[str], bool]

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgpack
 
-from ckptspec.check.cadence import Cadence, Last, due
-from ckptspec.engine.notes import Notes
+from ckptspec.check.life.cadence import Cadence, Last, due
+from ckptspec.engine.agree.notes import Notes
 
 LEAD = 2  # steps from rank 0's decision to the save: a rank may be one step ahead of another, never two
 TOPIC = "boundary"

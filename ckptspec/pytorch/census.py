@@ -6,7 +6,7 @@ import hashlib
 import zlib
 from collections.abc import Iterable, Sequence
 
-from ckptspec.engine.channel import Attempt
+from ckptspec.engine.agree.channel import Attempt
 
 
 def everyone(attempt: Attempt, rank: int, world: int, question: str, answer: bool) -> bool:

@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from ckptspec.check.cadence import cadence
-from ckptspec.check.keeping import Keep, metrics_note
-from ckptspec.check.room import Room
-from ckptspec.engine.cleaning import clean
-from ckptspec.engine.notes import Notes
-from ckptspec.engine.rehearsal import rehearse
-from ckptspec.engine.retention import Ledger, retain
-from ckptspec.engine.snapshot import Snapshot
-from ckptspec.engine.uploads import Uploader
+from ckptspec.check.life.cadence import cadence
+from ckptspec.check.life.keeping import Keep, metrics_note
+from ckptspec.check.life.room import Room
+from ckptspec.engine.agree.notes import Notes
+from ckptspec.engine.life.cleaning import clean
+from ckptspec.engine.life.retention import Ledger, retain
+from ckptspec.engine.mirroring.uploads import Uploader
+from ckptspec.engine.saves.rehearsal import rehearse
+from ckptspec.engine.saves.snapshot import Snapshot
 from ckptspec.errors import CkptspecError, SaveError
 from ckptspec.format.manifest import Manifest
 from ckptspec.pytorch import group

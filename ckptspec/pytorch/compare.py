@@ -12,7 +12,7 @@ from ckptspec.format.box import Box
 from ckptspec.format.layout import BoxesLayout, Layout, MeshLayout
 from ckptspec.format.manifest import TensorEntry
 from ckptspec.format.placement import resolve
-from ckptspec.plan.routes import Route
+from ckptspec.planner.routes import Route
 from ckptspec.pytorch.overlap import Filled
 from ckptspec.pytorch.record import Leaf
 from ckptspec.pytorch.select import listed, matches

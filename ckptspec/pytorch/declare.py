@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ckptspec.engine.snapshot import Snapshot
+from ckptspec.engine.saves.snapshot import Snapshot
 from ckptspec.format import objects
 from ckptspec.format.box import Box
 from ckptspec.format.declaration import Declaration

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ckptspec.engine.channel import Attempt
+from ckptspec.engine.agree.channel import Attempt
 from ckptspec.engine.execute import Source, Transfer, reading
 from ckptspec.engine.fetch import Opened
 from ckptspec.engine.parcels import Inbox, Outbox, Parcel, Request, by_reader, decode, encode, requests
 from ckptspec.engine.pool import Pool, Task
 from ckptspec.errors import LoadError, Where
 from ckptspec.format.dtypes import dtype
-from ckptspec.plan.transfers import Locator, moves
+from ckptspec.planner.transfers import Locator, moves
 from ckptspec.pytorch.wants import Want
 
 MORE, DONE, FAILED = 0, 1, 2

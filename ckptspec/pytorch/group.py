@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import distributed_c10d
 
-from ckptspec.engine.channel import Channel, LocalStore
+from ckptspec.engine.agree.channel import Channel, LocalStore
 from ckptspec.errors import SaveError
 
 DEFAULT_SILENCE = 120.0

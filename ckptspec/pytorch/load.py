@@ -9,7 +9,7 @@ from typing import Any
 
 import msgpack
 
-from ckptspec.engine.channel import Attempt, Channel
+from ckptspec.engine.agree.channel import Attempt, Channel
 from ckptspec.engine.documents import load_manifest
 from ckptspec.engine.fetch import Opened, fetch
 from ckptspec.engine.files import is_folder
@@ -20,9 +20,9 @@ from ckptspec.format import objects
 from ckptspec.format.dtypes import dtype
 from ckptspec.format.manifest import Manifest
 from ckptspec.format.objects import TensorRef
-from ckptspec.plan.renames import Renames
-from ckptspec.plan.routes import Routes
-from ckptspec.plan.transfers import Locator
+from ckptspec.planner.renames import Renames
+from ckptspec.planner.routes import Routes
+from ckptspec.planner.transfers import Locator
 from ckptspec.pytorch import group
 from ckptspec.pytorch.adapters.base import Adapter, Chosen
 from ckptspec.pytorch.census import everyone, unused_by_all

@@ -12,8 +12,8 @@ from ckptspec.errors import PlanError, Where
 from ckptspec.format import objects
 from ckptspec.format.manifest import FlatGroup
 from ckptspec.format.objects import TensorRef
-from ckptspec.plan.renames import Renames
-from ckptspec.plan.routes import Entry, Route, Routes, named
+from ckptspec.planner.renames import Renames
+from ckptspec.planner.routes import Entry, Route, Routes, named
 from ckptspec.pytorch.adapters.base import Saved
 from ckptspec.pytorch.book import Book
 from ckptspec.pytorch.capture import capture

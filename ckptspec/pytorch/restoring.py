@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import msgpack
 
-from ckptspec.engine import lease
+from ckptspec.engine.agree.notes import Notes
+from ckptspec.engine.life import lease
+from ckptspec.engine.life.rollback import rollback
 from ckptspec.engine.locate import committed, newest
-from ckptspec.engine.mirror import find
-from ckptspec.engine.notes import Notes
-from ckptspec.engine.recall import fetch_back
-from ckptspec.engine.rollback import rollback
+from ckptspec.engine.mirroring.mirror import find
+from ckptspec.engine.mirroring.recall import fetch_back
 from ckptspec.errors import CkptspecError, FormatError, IntegrityError, LoadError, NotCommittedError
 from ckptspec.format import names
 from ckptspec.pytorch.load import LoadResult

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from ckptspec.check.keeping import Keep
-from ckptspec.engine import save as engine_save
-from ckptspec.engine.channel import Channel
+from ckptspec.check.life.keeping import Keep
+from ckptspec.engine.agree.channel import Channel
 from ckptspec.engine.pool import DEFAULT_BUDGET, shared_pool
-from ckptspec.engine.snapshot import Snapshot
+from ckptspec.engine.saves import save as engine_save
+from ckptspec.engine.saves.snapshot import Snapshot
 from ckptspec.format.manifest import Manifest
 from ckptspec.pytorch import group
 from ckptspec.pytorch.capture import HELD, REPLICATED, capture

@@ -9,9 +9,9 @@ import torch
 from ckptspec.engine.holding import Holding
 from ckptspec.format.box import Box
 from ckptspec.format.dtypes import dtype
-from ckptspec.plan.routes import Route
-from ckptspec.plan.transfers import Need
-from ckptspec.plan.views import View
+from ckptspec.planner.routes import Route
+from ckptspec.planner.transfers import Need
+from ckptspec.planner.views import View
 from ckptspec.pytorch.holding import TorchHolding
 from ckptspec.pytorch.record import Leaf
 

@@ -10,7 +10,7 @@ from ckptspec.errors import PlanError, Where
 from ckptspec.format.manifest import Manifest, TensorEntry
 from ckptspec.format.names import escape, split
 from ckptspec.format.objects import TensorRef
-from ckptspec.plan.routes import Routes
+from ckptspec.planner.routes import Routes
 
 ABSENT: Any = object()  # stands for "nothing here": None is a value
 

@@ -1,0 +1,1 @@
+"""Decisions about a run: how often to save, what to keep, what may go, whether there is room."""

@@ -1,0 +1,1 @@
+"""The difference of two checkpoints, whatever their layouts."""

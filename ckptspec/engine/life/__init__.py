@@ -1,0 +1,1 @@
+"""The life of a run folder: room, leases, retention, cleaning, going back."""

@@ -1,0 +1,1 @@
+"""A second tier: copies of steps elsewhere, and the way back."""

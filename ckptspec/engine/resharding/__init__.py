@@ -1,0 +1,1 @@
+"""Writing a checkpoint anew for another layout: read once, in bounded memory, and restartable."""

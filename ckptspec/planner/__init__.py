@@ -1,0 +1,1 @@
+"""What moves where: pure functions on documents."""
