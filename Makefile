@@ -7,13 +7,14 @@ READY  := $(VENV)/ready
 JOBS   ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint pytest bench fixtures clean
+.PHONY: help venv demo test test-integrations lint pytest bench fixtures clean
 
 help:
 	@echo "make demo      train on 4 ranks, kill one in the middle of a save, resume byte-equal"
 	@echo "make test      ruff, mypy --strict and pytest"
 	@echo "make lint      ruff and mypy alone"
 	@echo "make pytest    pytest alone: make pytest ARGS='tests/test_box.py -n 0'"
+	@echo "make test-integrations    the loops of Lightning, Transformers and Accelerate, which it installs"
 	@echo "make bench     ckptspec beside torch.save, safetensors, torch.distributed.checkpoint and the disk"
 	@echo "make fixtures  write tests/conformance again (byte for byte the same unless the format changed)"
 	@echo "make clean     remove .venv, caches and build folders"
@@ -41,6 +42,14 @@ test: lint pytest
 
 pytest: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+# Apart from the rest: these libraries take longer to install than all else but torch.
+$(VENV)/integrations: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[lightning,transformers]'
+	@touch $@
+
+test-integrations: $(VENV)/integrations
+	$(BIN)/python -m pytest -m integrations $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python tools/bench/run.py $(ARGS)

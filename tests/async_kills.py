@@ -1,6 +1,7 @@
 """Kills ranks of a job that saves in the background and keeps two steps; run as a script by test_async_kills.
 
 Each round starts the job on what the round before left: it resumes, compares every byte, saves on, and loses a rank.
+With a mirror the run folder itself is lost at the end.
 Usage: async_kills.py RUN WORLD ROUNDS SEED [MIRROR]. Prints one line a round; exits 1 where a promise is broken.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -159,9 +161,11 @@ def main() -> int:
     run, world, rounds, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     mirror = sys.argv[5] if len(sys.argv) > 5 else None
     dice, least = random.Random(seed), 0
-    for number in range(rounds + 1):
-        job = Round(run, world, number, least, mirror, last=number == rounds)
+    for number in range(rounds + (1 if mirror is None else 2)):
+        job = Round(run, world, number, least, mirror, last=number >= rounds)
         job.notes.mkdir()
+        if number > rounds:
+            shutil.rmtree(run)  # the disk is lost; what ended by itself waited for its copies
         how = ended(job) if job.last else killed(job, dice)
         told = max([least, *map(int, job.noted("saved"))])
         newest = newest_manifest(run)

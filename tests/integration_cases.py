@@ -1,4 +1,4 @@
-"""What each rank does in tests/test_integrations.py: loops of other libraries, straight through, stopped and resumed."""
+"""What each rank does in tests/test_integrations.py: loops of other libraries, straight, stopped and resumed."""
 
 from __future__ import annotations
 
@@ -176,20 +176,20 @@ LOOPS = {"lightning": lightning, "transformers": transformers, "accelerate": acc
 def straight(name: str, rank: int, world: int, folder: Path) -> None:
     os.environ["LOCAL_RANK"] = str(rank)
     expected = LOOPS[name](folder / f"{name}.none", rank, world, 1, STEPS, False)
-    (folder / f"{name}.{world}.{rank}").write_bytes(pickle.dumps(expected))
+    (folder / f"{name}.straight.{rank}").write_bytes(pickle.dumps(expected))
 
 
 def begun(name: str, rank: int, world: int, folder: Path) -> None:
     """Save at the third step, take one more, which is lost, and end."""
     os.environ["LOCAL_RANK"] = str(rank)
-    LOOPS[name](folder / f"{name}.run.{world}", rank, world, 1, SAVED + 1, True)
+    LOOPS[name](folder / f"{name}.run", rank, world, 1, SAVED + 1, True)
 
 
 def resumed(name: str, rank: int, world: int, folder: Path) -> None:
     """In new processes, with other seeds."""
     os.environ["LOCAL_RANK"] = str(rank)
-    after = LOOPS[name](folder / f"{name}.run.{world}", rank, world, 9, STEPS, True)
-    expected = pickle.loads((folder / f"{name}.{world}.{rank}").read_bytes())
+    after = LOOPS[name](folder / f"{name}.run", rank, world, 9, STEPS, True)
+    expected = pickle.loads((folder / f"{name}.straight.{rank}").read_bytes())
     expected["losses"] = expected["losses"][-len(after["losses"]) :]
     print("equal", *[part for part in after if after[part] == expected[part]], len(after["losses"]))
 

@@ -137,7 +137,7 @@ def test_sizes_that_do_not_divide_are_named(command: Any, tmp_path: Path) -> Non
 def test_an_interrupt_ends_with_130_and_the_same_command_goes_on(folder: Path, tmp_path: Path) -> None:
     script = (
         "import sys, time\n"
-        "from ckptspec.engine import batches, reshard\n"
+        "from ckptspec.engine.resharding import batches, reshard\n"
         "from ckptspec.planner import strips\n"
         "from ckptspec.cli.main import main\n"
         "reshard.units = lambda found: strips.units(found, 20_000, 20_000)\n"

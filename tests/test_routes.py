@@ -317,11 +317,11 @@ def test_of_two_optimizers_each_is_asked_for_its_own() -> None:
     form, want = Form(), Form()
     for place, base in (("gen", 1), ("disc", 500)):
         form.add_group(
-            f"{place}/opt/zero",
+            f"{place}/adam/zero",
             in_order(Member(f"{place}/w", 0, (3,))),
             {"exp_avg": {f"{place}/w": spread(3, base=base)}},
         )
-        want.add(f"{place}/opt/state/w/exp_avg", spread(3, base=base))
+        want.add(f"{place}/adam/state/w/exp_avg", spread(3, base=base))
     routes = Routes(form.manifest())
     for name, array in want.arrays.items():
         assert np.array_equal(whole(found(routes, name), form), array)

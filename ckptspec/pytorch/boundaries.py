@@ -19,7 +19,6 @@ from ckptspec.check.life.cadence import Cadence, Last, due
 from ckptspec.engine.agree.notes import Notes
 
 LEAD = 2  # steps from rank 0's decision to the save: a rank may be one step ahead of another, never two
-TOPIC = "boundary"
 STOPS = frozenset((signal.SIGTERM, signal.SIGINT))
 
 
@@ -61,6 +60,7 @@ class Boundaries:
 
     def __init__(self, notes: Notes, rank: int, world: int, cadence: Cadence | None, signals: Signals) -> None:
         self._notes = notes
+        self._topic = notes.fresh("boundary")  # another run in this process, or one before, has signals of its own
         self._rank = rank
         self._lead = LEAD if world > 1 else 0
         self._steps = Cadence(steps=cadence.steps) if cadence is not None and cadence.steps is not None else None
@@ -81,7 +81,7 @@ class Boundaries:
         if self._time is None and not self._signals.listening:
             return now
         self._tell(step)
-        found = self._notes.look(TOPIC)
+        found = self._notes.look(self._topic)
         at, stop = msgpack.unpackb(found) if found is not None else (-1, False)
         if at == step:
             self.stopping = self.stopping or stop
@@ -93,13 +93,13 @@ class Boundaries:
         if self._rank != 0:
             if self._signals.came > self._told:
                 self._told = self._signals.came
-                self._notes.raise_flag("stop" if self._signals.stop else "save")
+                self._notes.raise_flag(self._topic + ("/stop" if self._signals.stop else "/save"))
             return
-        stops, saves = self._notes.flagged("stop"), self._notes.flagged("save")
+        stops, saves = self._notes.flagged(self._topic + "/stop"), self._notes.flagged(self._topic + "/save")
         asked = self._signals.came + stops + saves
         timely = self._time is not None and due(self._time, step, time.monotonic(), self.last)
         if self._set < step and (asked > self._heard or timely):
             self._heard = asked
             self._set = step + self._lead
             stop = self._signals.stop or stops > 0
-            self._notes.post(TOPIC, msgpack.packb([self._set, stop]))
+            self._notes.post(self._topic, msgpack.packb([self._set, stop]))

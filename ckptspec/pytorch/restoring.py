@@ -109,7 +109,7 @@ class Restoring:
             try:
                 with self._held(path, choice.save_id):
                     result = self._load(path)
-            except (CkptspecError, OSError) as e:
+            except BaseException as e:  # all ranks fail together, whatever the error of one is: each of them asks
                 if not self._try_older(e, fallback):
                     raise
                 self._skipped.append((path, _first_line(e)))
@@ -172,7 +172,7 @@ class Restoring:
             raise
         return _Choice.decode(self._notes.share("restore", choice.encode()))
 
-    def _try_older(self, error: Exception, fallback: bool) -> bool:
+    def _try_older(self, error: BaseException, fallback: bool) -> bool:
         """Return whether all go on to an older step: rank 0 decides, for every rank has failed together."""
         if not fallback:
             return False

@@ -24,6 +24,7 @@ class Notes:
     def __init__(self, seat: Seat) -> None:
         self._seat = seat
         self._counts: dict[str, int] = {}
+        self._fresh: dict[str, int] = {}
 
     def share(self, topic: str, payload: bytes | None = None) -> bytes:
         """Return what rank 0 shares under the topic at this call; it alone gives `payload`.
@@ -60,6 +61,11 @@ class Notes:
             waited += pause
         message = f"rank 0 said nothing for {self._seat.silence:g} s of what all ranks shall do"
         raise SaveError(message, rank=0, rule="P-SILENCE", advice="every rank must make the same calls")
+
+    def fresh(self, topic: str) -> str:
+        """Return a topic that nobody has used: the n-th of this name on every rank that asks n times."""
+        number = self._fresh[topic] = self._fresh.get(topic, 0) + 1
+        return f"{topic}-{number}"
 
     # ---- a value that any rank may set, and all look at --------------------------------------------------------------
 

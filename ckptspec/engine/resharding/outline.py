@@ -16,7 +16,7 @@ from ckptspec.engine.resharding.origin import Origin
 from ckptspec.engine.resharding.runs import Run
 from ckptspec.engine.resharding.tables import Chunk, Table
 from ckptspec.engine.saves.writer import ShardPlan, Stored, plan_shard
-from ckptspec.errors import PlanError, Where
+from ckptspec.errors import CkptspecError, PlanError, Where
 from ckptspec.format import shard
 from ckptspec.format.box import Box, intersect
 from ckptspec.format.digest import ALGORITHMS
@@ -46,16 +46,16 @@ class Form:
 
 
 class _Nowhere:
-    """A holding for plans: where the bytes come from is not the plan's concern."""
+    """A holding for plans: where the bytes come from is not the plan's concern, so nobody may ask for them."""
 
     def view(self, box: Box) -> memoryview | None:
-        raise NotImplementedError
+        raise CkptspecError("a plan of a shard holds no bytes")
 
     def fill(self, box: Box, out: memoryview) -> None:
-        raise NotImplementedError
+        raise CkptspecError("a plan of a shard holds no bytes")
 
     def scatter(self, box: Box, data: memoryview, strides: Any) -> None:
-        raise NotImplementedError
+        raise CkptspecError("a plan of a shard takes no bytes")
 
 
 @dataclass
