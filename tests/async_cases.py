@@ -6,7 +6,9 @@ import errno
 import os
 import shutil
 import signal
+import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -271,3 +273,86 @@ def mirrored(rank: int, world: int, folder: Path) -> None:
     bad = Checkpointer(folder / "x", mirror="nowhere://else", silence=20)
     told.append(getattr(outcome(lambda: bad.save(1, state(rank, 1.0))), "rule", None))
     print(told)
+
+
+class Refuses:
+    """An object that will not take its state."""
+
+    def __init__(self, refuses: bool) -> None:
+        self.refuses = refuses
+
+    def state_dict(self) -> dict[str, int]:
+        return {"n": 1}
+
+    def load_state_dict(self, found: dict[str, int]) -> None:
+        if self.refuses:
+            raise ValueError("this object refuses")
+
+
+def together(rank: int, world: int, folder: Path) -> None:
+    """A fault that is no error of ours, then damage: no rank waits, and all go back to the same step."""
+    told = []
+    for who in (0, 1):
+        run = folder / f"refused-{who}"
+        cp = Checkpointer(run, silence=10)
+        for step in (1, 2):
+            cp.save(step, {**state(rank, float(step)), "o": Refuses(False)}, blocking=True)
+        begun = time.monotonic()
+        told.append(type(outcome(lambda: cp.restore({**state(rank, 0.0), "o": Refuses(rank == who)}))).__name__)
+        assert time.monotonic() - begun < 5
+        spoil(run, 2, rank)
+        told.append(str(cp.restore({**state(rank, 0.0), "o": Refuses(False)}).step))
+        cp.close()
+    print(told)
+
+
+def in_turn(rank: int, world: int, folder: Path) -> None:
+    """Two runs and a load beside a lazy save that is slow on one rank: every rank does them in the same order."""
+    from ckptspec.pytorch import staging
+
+    copy, model = staging._copy_pairs, torch.nn.Linear(9, 9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def late(pairs: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.4 * rank)
+        copy(pairs)
+
+    staging._copy_pairs = late
+    held = {"model": model, "optimizer": optimizer}
+    with Checkpointer(folder / "a", silence=10) as a, Checkpointer(folder / "b", silence=10) as b:
+        for step in (1, 2):
+            a.save(step, held, staging="lazy", optimizers=[optimizer])
+            b.save(step, state(rank, float(step)))
+            ckptspec.load(folder / "b" / f"step-{step:08d}", state(rank, 0.0), silence=10)
+        a.save(3, held, staging="lazy", optimizers=[optimizer])
+        ckptspec.load(folder / "a" / "step-00000001", held, silence=10)  # into what is being copied
+    assert ckptspec.latest(folder / "a") == str(folder / "a" / "step-00000003")
+    print("done")
+
+
+def grouped(rank: int, world: int, folder: Path) -> None:
+    """A process group that is not of all ranks, or not given on all, is an error at once."""
+    ckptspec.save(folder / "grouped", state(rank, 1.0), step=1, silence=10)
+    alone = [dist.new_group([r]) for r in range(world)][rank]
+    told = []
+    for given in (alone, dist.group.WORLD if rank == 0 else None, dist.group.WORLD if rank else None):
+        call = partial(ckptspec.load, folder / "grouped", state(rank, 0.0), process_group=given, silence=10)
+        told.append(getattr(outcome(call), "rule", None))
+    print(told)
+
+
+def signalled(rank: int, world: int, folder: Path) -> None:
+    """A signal in one run is none for the next one of the same process."""
+    saved = []
+    for run in ("one", "two"):
+        with Checkpointer(folder / run, save_on=[signal.SIGTERM]) as cp:
+            for step in range(1, 7):
+                dist.all_reduce(torch.ones(1))
+                if run == "one" and step == 2 and rank == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                if cp.due(step):
+                    saved.append(run)
+            saved.append(str(cp.stopping))
+        dist.barrier()
+    print(saved)

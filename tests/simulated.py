@@ -161,7 +161,7 @@ class _Channel:
     def attempt(self, kind: str = "save", step: int | None = None) -> Attempt:
         return Attempt(self._seat, self._number, kind, step)
 
-    def turn(self) -> AbstractContextManager[None]:
+    def turn(self, place: object | None = None) -> AbstractContextManager[None]:
         return nullcontext()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from make import builder
 
 from ckptspec.check import catalogs, contents, manifests, shards, targets, worlds
-from ckptspec.check.catalogs import check_catalog
+from ckptspec.check.catalogs import Gathered, finish
 from ckptspec.check.manifests import check_manifest
 from ckptspec.check.shards import check_shard
-from ckptspec.check.targets import check_target, judge, nearest
+from ckptspec.check.targets import judge, nearest
 from ckptspec.check.verdicts import losses
 from ckptspec.format import schemas
 from ckptspec.format.box import Box
@@ -24,6 +24,7 @@ from ckptspec.format.catalog import Catalog, ShardDocument
 from ckptspec.format.layout import Axis, BoxesLayout, Mesh, MeshLayout
 from ckptspec.format.manifest import Manifest, TensorEntry, from_document
 from ckptspec.format.objects import TensorRef
+from ckptspec.format.report import Finding
 from ckptspec.format.shard import ChunkRow
 from ckptspec.format.target import Target, of_manifest
 from ckptspec.planner.sizing import of_axes
@@ -43,6 +44,18 @@ def manifest(change: Callable[[Document], Any] = lambda d: None) -> Manifest:
     document = json.loads(FILES["manifest.json"])
     change(document)
     return from_document(document)
+
+
+def check_catalog(catalog: Catalog) -> Iterable[Finding]:
+    """Return what is found in single shards; where that is nothing, what is found in all of them together."""
+    gathered = Gathered(catalog.manifest)
+    single = [f for rank in sorted(catalog.shards) for f in gathered.add(rank, catalog.shards[rank])]
+    return single or list(finish(gathered))
+
+
+def check_target(m: Manifest, target: Target) -> Iterable[Finding]:
+    """Return what stands between a sound checkpoint and loading it on `target`, resharding allowed."""
+    return judge(m, target).findings
 
 
 def put(path: str, value: Any) -> Callable[[Document], None]:

@@ -14,6 +14,8 @@ import torch
 from forks import run_phases
 
 import ckptspec
+from ckptspec.check.life.keeping import Keep
+from ckptspec.engine.life.retention import retain
 from ckptspec.pytorch.checkpointer import Checkpointer
 from ckptspec.pytorch.staging import Staging
 
@@ -34,6 +36,15 @@ def test_saves_in_the_background_on_real_ranks(tmp_path: Path) -> None:
     assert [text.split() for text in printed["refused"]] == [["StateError", "1"]] * 2
 
 
+def test_ranks_stay_together_whatever_one_of_them_meets(tmp_path: Path) -> None:
+    printed = run_phases("async_cases", [("together", 2), ("in_turn", 2), ("grouped", 2), ("signalled", 2)], tmp_path)
+    last = {phase: [text.splitlines()[-1] for text in texts] for phase, texts in printed.items()}
+    assert last["together"] == ["['ValueError', '1', 'LoadError', '1']", "['LoadError', '1', 'ValueError', '1']"]
+    assert last["in_turn"] == ["done"] * 2
+    assert last["grouped"] == [str(["P-AGREE"] * 3)] * 2
+    assert last["signalled"] == ["['one', 'True', 'False']"] * 2
+
+
 def test_every_rank_restores_the_same_step(tmp_path: Path) -> None:
     printed = run_phases("async_cases", [("restored", 2)], tmp_path)
     for rank, text in enumerate(printed["restored"]):
@@ -51,6 +62,30 @@ def test_all_ranks_save_at_the_same_steps_by_cadence_and_signal(tmp_path: Path) 
     assert 4 < first <= 9
     assert 12 < last <= 17
     assert ckptspec.latest(tmp_path / "signal") == str(tmp_path / "signal" / f"step-{last:08d}")
+
+
+class Tidies:
+    """An object that is loaded while somebody tidies the run."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self.kept: list[int] = []
+
+    def state_dict(self) -> dict[str, int]:
+        return {"one": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.kept = [fate.step.step for fate in retain(self.run, Keep(last=1)).kept]
+
+
+def test_nobody_removes_the_step_that_a_run_goes_back_to(tmp_path: Path) -> None:
+    tidies = Tidies(tmp_path / "run")
+    with ckptspec.Checkpointer(tmp_path / "run", keep_last=None) as cp:
+        for step in (1, 2, 3):
+            cp.save(step, {"tidies": tidies}, blocking=True)
+        assert cp.restore({"tidies": tidies}, step=1).step == 1
+    assert tidies.kept == [3, 1]  # while 2, which nobody reads, went
+    assert not list((tmp_path / "run").glob(".lease-*"))
 
 
 def steps_of(run: Path) -> list[int]:
@@ -87,6 +122,29 @@ def test_an_exit_without_close_waits_for_the_commit(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60)
     assert ckptspec.latest(tmp_path) == str(tmp_path / "step-00000007")
     assert ckptspec.validate(tmp_path, level="bytes").ok
+
+
+def test_an_exit_in_the_middle_of_a_lazy_save_waits_for_the_commit(tmp_path: Path) -> None:
+    script = f"""
+        import torch
+        from ckptspec.pytorch.checkpointer import Checkpointer
+        model = torch.nn.Linear(3000, 3000)
+        held = torch.optim.SGD(model.parameters())
+        cp = Checkpointer({str(tmp_path)!r})
+        cp.save(7, {{"m": model, "o": held}}, staging="lazy", optimizers=[held])
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60)
+    assert ckptspec.latest(tmp_path) == str(tmp_path / "step-00000007")
+
+
+def test_a_refused_argument_leaves_no_step_waiting(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters())
+    with Checkpointer(tmp_path) as cp:
+        with pytest.raises(ValueError, match="metric"):
+            cp.save(1, {"m": model}, staging="lazy", optimizers=[optimizer], metrics={"loss": "low"})  # type: ignore[dict-item]
+        assert not optimizer._optimizer_step_pre_hooks
+        cp.save(1, {"m": model}, blocking=True)
 
 
 def test_twenty_saves_leave_the_memory_flat(tmp_path: Path) -> None:

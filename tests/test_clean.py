@@ -25,7 +25,7 @@ from ckptspec.engine.life import lease, retention
 from ckptspec.engine.life import signs as signs_module
 from ckptspec.engine.life.cleaning import Cleaned, clean
 from ckptspec.engine.life.lease import Lease, hold
-from ckptspec.engine.life.retention import Ledger, protect, retain, unprotect
+from ckptspec.engine.life.retention import PROTECTED, Ledger, retain
 from ckptspec.engine.life.signs import signs
 from ckptspec.engine.locate import latest
 from ckptspec.engine.saves import commit, probe
@@ -124,18 +124,14 @@ def test_the_best_by_a_metric_that_was_saved_with_them_stay(run: Path) -> None:
 
 
 def test_a_protected_one_stays_and_so_does_a_copy_of_it(run: Path, area: Path) -> None:
-    protect(run / "step-00000001")
-    protect(run / "step-00000001")
+    (run / "step-00000001" / PROTECTED).touch()
     shutil.copytree(run, area / "copy")
     for folder in (run, area / "copy"):
         retain(folder, Keep(last=1))
         assert steps(folder) == [1, 5]
-    unprotect(run / "step-00000001")
-    unprotect(run / "step-00000001")
+    (run / "step-00000001" / PROTECTED).unlink()
     retain(run, Keep(last=1))
     assert steps(run) == [5]
-    with pytest.raises(NotCommittedError):
-        protect(run)
 
 
 def test_another_runs_checkpoints_in_the_same_folder_stay(run: Path) -> None:

@@ -169,6 +169,13 @@ def test_an_existing_step_is_refused_or_superseded_never_changed(
     assert len(os.listdir(os.path.join(run, "step-00000007"))) == 3
 
 
+@pytest.mark.parametrize("name", ["step-00000007", ".trash-0123456789abcdef0123456789abcdef"])
+def test_a_run_that_readers_would_take_for_a_checkpoint_is_refused(run: str, name: str) -> None:
+    with pytest.raises(SaveError, match="P-EXISTING"):
+        commit.prepare(os.path.join(run, name), 7, secrets.token_hex(16))
+    assert not os.path.exists(os.path.join(run, name))
+
+
 @pytest.mark.usefixtures("fresh")
 def test_what_is_no_checkpoint_is_not_silently_replaced_either(run: str) -> None:
     os.makedirs(os.path.join(run, "step-00000007"))

@@ -23,7 +23,6 @@ LAYERS = [
     {"check"},
     {"storage"},
     {"engine"},
-    {"foreign"},
     {"pytorch"},
     {"integrations"},
     {"demo"},

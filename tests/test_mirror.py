@@ -35,6 +35,9 @@ from ckptspec.engine.saves import probe
 from ckptspec.engine.scan import Block
 from ckptspec.errors import IntegrityError, NotCommittedError, PlanError, SaveError, ShardError
 from ckptspec.format.manifest import decode
+from ckptspec.pytorch import group
+from ckptspec.pytorch.load import LoadResult
+from ckptspec.pytorch.restoring import Restoring
 from ckptspec.storage.stores import open_store
 
 RUN_ID = "one-run"
@@ -373,7 +376,7 @@ def test_the_newest_good_step_over_both_is_found_here_first(run: Path, mirror: s
 
 
 def test_a_mirror_out_of_reach_matters_only_where_it_may_have_the_newest(
-    run: Path, url: str, monkeypatch: pytest.MonkeyPatch
+    run: Path, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     copy(run, 20, url)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
@@ -381,6 +384,11 @@ def test_a_mirror_out_of_reach_matters_only_where_it_may_have_the_newest(
     found = find(run, url)
     assert (found.step, found.place) == (20, "local")
     assert found.unreachable is not None
+    job = Restoring(str(run), 0, group.channel().notes, lambda path: LoadResult(20, path, "", 0), url)
+    assert job.newest(fallback=True).path == found.path
+    assert [m.partition(":")[0] for m in caplog.messages] == [
+        "the mirror cannot be asked, and by the record has nothing newer"
+    ]
     for path in (run / "step-00000020").iterdir():
         path.unlink()
     with pytest.raises(OSError, match=r"s3://"):

@@ -258,7 +258,9 @@ def test_estimates_and_opinions_may_differ() -> None:
     ("data", "rule"),
     [
         (b"{", "X-PLAN"),
-        (b"[1]", "M-FIELD"),
+        (b"[1]", "X-PLAN"),
+        (b'{"format": "ckptspec-plan", "format": "ckptspec-plan"}', "X-PLAN"),
+        (json.dumps({**documents.PLAN, "ranks": {k: [1.0] for k in documents.PLAN["ranks"]}}).encode(), "X-PLAN"),
         (b'{"format": "ckptspec-plan"}', "M-FIELD"),
         (json.dumps({**documents.PLAN, "ranks": {k: [1, 1] for k in documents.PLAN["ranks"]}}).encode(), "X-PLAN"),
         (json.dumps({**documents.PLAN, "names": {"w": ""}}).encode(), "X-PLAN"),

@@ -474,7 +474,7 @@ def test_the_source_is_never_replaced_and_a_step_only_when_asked(tmp_path: Path)
     folder = job().write(tmp_path / "run")
     m = manifest_of(folder)
     t = of_world(m, 2)
-    for out in (folder.parent, folder):
+    for out in (folder.parent, folder, folder / "inside", tmp_path / "new" / "step-00000009"):
         for on_existing in ("refuse", "supersede"):
             with pytest.raises(SaveError, match="P-EXISTING"):
                 run(Request(str(folder), str(out), t, on_existing=on_existing))

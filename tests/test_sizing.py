@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import World, flat_cases, mesh_cases, view
 
-from ckptspec.check.targets import check_target
+from ckptspec.check.targets import judge
 from ckptspec.errors import PlanError
 from ckptspec.format.box import Box
 from ckptspec.format.faults import layout_faults, mesh_faults
@@ -57,7 +57,7 @@ def sound(m: Manifest, target: Target) -> Target:
         assert list(mesh_faults(grid, target.world_size)) == []
     for layout in layouts.values():
         assert list(layout_faults(layout, meshes, None, target.world_size)) == []
-    assert "R-TARGET" not in {f.code for f in check_target(m, target)}
+    assert "R-TARGET" not in {f.code for f in judge(m, target).findings}
     assert (target.tensors, target.objects, target.aliases) == (m.tensors, m.objects, m.aliases)
     for entry in m.tensors.values():
         if entry.shape is not None:

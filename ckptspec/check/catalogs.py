@@ -9,11 +9,11 @@ from functools import cached_property
 from itertools import islice
 
 from ckptspec.check.coverage import Piece, Place, judge
-from ckptspec.check.registry import LIMIT, Rules, capped, fault
+from ckptspec.check.registry import LIMIT, Rules, fault
 from ckptspec.check.shards import Subject, check_subject
 from ckptspec.check.verdicts import STEPS, boxes_a_rank
 from ckptspec.errors import Where
-from ckptspec.format.catalog import Catalog, ShardDocument
+from ckptspec.format.catalog import ShardDocument
 from ckptspec.format.manifest import Manifest
 from ckptspec.format.report import Finding
 from ckptspec.format.shard import Index
@@ -135,15 +135,3 @@ def references(g: Gathered) -> Iterator[Finding]:
 def finish(gathered: Gathered) -> Iterator[Finding]:
     """Yield every breach of a rule by all shards together, once each of them was added."""
     yield from rule.run(gathered)
-
-
-def check_catalog(catalog: Catalog) -> Iterator[Finding]:
-    """Yield every breach of a shards-level rule; ranks without a document are taken to store what they should.
-
-    Time and memory grow with the rows of all indexes. What belongs to all shards is looked at only if each is sound.
-    """
-    gathered = Gathered(catalog.manifest)
-    single = list(capped(f for rank in sorted(catalog.shards) for f in gathered.add(rank, catalog.shards[rank])))
-    yield from single
-    if not any(f.severity == "error" for f in single):
-        yield from finish(gathered)

@@ -200,8 +200,3 @@ def judge(manifest: Manifest, target: Target, *, exact: bool = False, names: Ren
         return Judged((Finding.of_error(e, file="target"),), None, names)
     broken = list(settled(fit))
     return Judged(tuple(broken), None, names) if broken else Judged(tuple(rule.run(fit, MANY)), fit, names)
-
-
-def check_target(manifest: Manifest, target: Target) -> Iterator[Finding]:
-    """Yield what stands between a sound checkpoint and loading it on `target`, resharding allowed."""
-    yield from judge(manifest, target).findings

@@ -54,7 +54,7 @@ class Commands(click.Group):
 )
 @click.version_option(package_name="ckptspec", message="ckptspec %(version)s")
 def cli() -> None:
-    """Sharded training checkpoints by an open standard: validate, inspect, find."""
+    """Sharded training checkpoints by an open standard: look into them, judge, compare, convert and tidy them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -194,7 +194,8 @@ def lines(outcome: Outcome) -> Iterator[str]:
         if private.gone:
             yield f"private: {private.name}: not carried is that of {_ranks(private.gone)}"
         if private.without:
-            yield f"private: {private.name}: {_ranks(private.without)} begin without"
+            begin = "begins" if len(private.without) == 1 else "begin"
+            yield f"private: {private.name}: {_ranks(private.without)} {begin} without"
     for r in account.recovered.values():
         what = "its shard" if r.tensor is None else r.tensor
         yield f"recovered from another copy: {what} of rank {r.rank}: {r.reason}"

@@ -12,7 +12,7 @@ from ckptspec.format import schemas
 @click.argument("name", required=False)
 @click.option("--list", "listed", is_flag=True, help="Print the names of all schemas.")
 def command(name: str | None, listed: bool) -> int:
-    """Print the schema called NAME: manifest, shard-header, shard-index, target, report or plan."""
+    """Print the schema called NAME: manifest, shard-header, shard-index, target, signature, report or plan."""
     if listed or name is None:
         say(*schemas.names())
         return 0

@@ -17,6 +17,8 @@ from ckptspec.storage.base import is_url, join
 from ckptspec.storage.stores import at
 
 TAIL = 64 << 10  # bytes of an object's end that come with its size: trailer, index and state of most shards
+# What storage says that has lost bytes, not what it says to those who may not look.
+MEDIA = frozenset({errno.EIO, errno.ESTALE, errno.ENODATA, errno.EBADMSG})
 AT_ONCE = 16  # requests to a store, whose answers take long and cost nothing meanwhile
 
 _Item = TypeVar("_Item")

@@ -1,4 +1,4 @@
-"""Owns planning for a checkpoint on disk: it reads the manifest; what follows from that is `plan`'s and `check`'s."""
+"""Owns planning for a checkpoint on disk: reads the manifest; what follows from it is `planner`'s and `check`'s."""
 
 from __future__ import annotations
 

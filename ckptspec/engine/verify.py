@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ from ckptspec.check.migration.damage import loss_of
 from ckptspec.check.registry import capped, fault
 from ckptspec.check.verdicts import Loss, losses, private_names, unlisted, verdicts
 from ckptspec.engine.documents import read_shard
-from ckptspec.engine.files import NotRegularError, entries, opened
+from ckptspec.engine.files import MEDIA, NotRegularError, entries, opened
 from ckptspec.engine.locate import AllBadError, Located, Skipped, newest, read_manifest, resolve, step_finding
 from ckptspec.engine.pool import DEFAULT_BUDGET, Pool
 from ckptspec.engine.scan import Scan, buffer_size
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from ckptspec.check.migration.asking import Aim, Answer
 
 CHOICES = ("schema", "manifest", "shards", "bytes")
-_MEDIA = (errno.EIO, errno.ESTALE, errno.ENODATA, errno.EBADMSG)  # the storage fails, not the permission to look
 
 
 @dataclass
@@ -206,7 +204,7 @@ def _each_shard(walk: _Walk, folder: str, manifest: Manifest, gathered: catalogs
             yield Finding.of_error(e)
             continue
         except OSError as e:
-            if e.errno not in _MEDIA:
+            if e.errno not in MEDIA:
                 raise
             where = Where(entry.path, rank=entry.rank)
             yield fault("B-READ", "the shard cannot be read", where, None, e.strerror)

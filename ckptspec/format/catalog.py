@@ -1,4 +1,4 @@
-"""Owns the catalog: a manifest with the shard indexes that were read; what `plan` and `check` look at."""
+"""Owns the catalog: a manifest with the shard indexes that were read; what `planner` and `check` look at."""
 
 from __future__ import annotations
 

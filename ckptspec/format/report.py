@@ -38,10 +38,10 @@ class Finding:
         return replace(self, advice=tuple(dict.fromkeys((*self.advice, *ids))))
 
     @classmethod
-    def of_error(cls, error: CkptspecError, *, code: str | None = None, file: str | None = None) -> Finding:
-        """Return the error finding that says what `error` says; `code` and `file` serve where the error has none."""
+    def of_error(cls, error: CkptspecError, *, file: str | None = None) -> Finding:
+        """Return the error finding that says what `error` says; `file` serves where the error has none."""
         where = error.where if error.where.file or not file else replace(error.where, file=file)
-        return cls(error.rule or code or "INTERNAL", "error", error.message, where, error.expected, error.found)
+        return cls(error.rule or "INTERNAL", "error", error.message, where, error.expected, error.found)
 
     def document(self) -> dict[str, Any]:
         """Return the JSON form."""

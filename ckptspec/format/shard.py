@@ -154,11 +154,6 @@ def decode_header(data: bytes) -> Header:
     return Header(*(d[k] for k in HEADER_KEYS[2:]))
 
 
-def alignment(nbytes: int) -> int:
-    """Return the alignment of a payload of `nbytes`: 4096 from 262,144 bytes up, else 64 [S-ALIGN]."""
-    return COARSE if nbytes >= LARGE else FINE
-
-
 def starts(header_nbytes: int, sizes: Sequence[int]) -> list[int]:
     """Return where each payload starts when payloads of `sizes` bytes follow a header [S-ALIGN]."""
     out, end = [], header_nbytes

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ckptspec.errors import PlanError, Where
-from ckptspec.format import schemas
+from ckptspec.format import asked, schemas
 from ckptspec.format.manifest import SPEC_VERSION
 
 FORMAT = "ckptspec-signature"
@@ -59,11 +58,5 @@ def from_document(document: Any, *, file: str | None = None) -> Signature:
 
 def parse(data: bytes, *, file: str | None = None) -> Signature:
     """Return the Signature in a JSON file's bytes; raises PlanError [X-SIGNATURE]."""
-    try:
-        if len(data) > SIZE_LIMIT:
-            raise ValueError(f"longer than {SIZE_LIMIT} bytes")
-        document = json.loads(data)
-    except (ValueError, RecursionError) as e:
-        message = "the signature is not JSON"
-        raise PlanError(message, rule="X-SIGNATURE", where=Where(file), found=str(e)[:80]) from None
+    document = asked.document(data, "signature", rule="X-SIGNATURE", limit=SIZE_LIMIT, file=file)
     return from_document(document, file=file)

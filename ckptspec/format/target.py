@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptspec.errors import PlanError, Where
-from ckptspec.format import schemas
+from ckptspec.errors import PlanError
+from ckptspec.format import asked, schemas
 from ckptspec.format.layout import (
     Layout,
     Mesh,
@@ -86,13 +85,7 @@ def from_document(document: Any) -> Target:
 
 def parse(data: bytes, *, file: str | None = None) -> Target:
     """Return the Target in a JSON file's bytes; raises PlanError [X-TARGET]."""
-    try:
-        if len(data) > SIZE_LIMIT:
-            raise ValueError(f"longer than {SIZE_LIMIT} bytes")
-        document = json.loads(data)
-    except (ValueError, RecursionError) as e:
-        raise PlanError("the target is not JSON", rule="X-TARGET", where=Where(file), found=str(e)[:80]) from None
-    return from_document(document)
+    return from_document(asked.document(data, "target", rule="X-TARGET", limit=SIZE_LIMIT, file=file))
 
 
 def of_manifest(manifest: Manifest) -> Target:

@@ -60,7 +60,7 @@ class CheckpointerCallback(Callback):
             self._checkpointer.save(step, self.state(trainer), metrics=metrics)
         trainer.should_stop = trainer.should_stop or self._checkpointer.stopping
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._checkpointer is not None:
             self._checkpointer.close()
 

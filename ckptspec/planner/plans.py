@@ -5,13 +5,13 @@ Working one out takes numpy, which is loaded with the modules that do it, not be
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ckptspec.errors import PlanError, Where
+from ckptspec.errors import PlanError
+from ckptspec.format import asked
 from ckptspec.format.catalog import Catalog
 from ckptspec.format.dtypes import dtype
 from ckptspec.format.manifest import Manifest
@@ -155,12 +155,7 @@ def _columns(wanted: str, source: str, found: Transfers) -> Columns:
 
 def parse(data: bytes, *, file: str | None = None) -> Plan:
     """Return the Plan in a JSON file's bytes; raises PlanError [X-PLAN]."""
-    try:
-        if len(data) > SIZE_LIMIT:
-            raise ValueError(f"longer than {SIZE_LIMIT} bytes")
-        document = json.loads(data)
-    except (ValueError, RecursionError) as e:
-        raise PlanError("the plan is not JSON", rule="X-PLAN", where=Where(file), found=str(e)[:80]) from None
+    document = asked.document(data, "plan", rule="X-PLAN", limit=SIZE_LIMIT, file=file)
     return from_document(document, file=file)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptspec.errors import PlanError, Where
@@ -120,12 +120,15 @@ def needed(locator: Locator, needs: Iterable[Need]) -> dict[int, list[Part]]:
     return out
 
 
-def moves(rank: int, index: Index, parts: Sequence[Part]) -> Iterator[Move]:
-    """Yield the chunk reads that deliver `parts` from one shard.
+Rows = Mapping[str, Sequence[int]]  # the rows of a shard's index that are chunks of a tensor, by its name
+
+
+def moves(rank: int, index: Index, parts: Sequence[Part], rows: Rows | None = None) -> Iterator[Move]:
+    """Yield the chunk reads that deliver `parts` from one shard; `rows_of` their names, where several calls share it.
 
     Raises PlanError [T-COVER] where the shard's index does not hold what the layouts say it does.
     """
-    rows: Mapping[str, list[int]] = _rows(index, {p.need.name for p in parts})
+    rows = rows_of(index, {p.need.name for p in parts}) if rows is None else rows
     for part in parts:
         found: list[Box] = []
         for row in rows.get(part.need.name, ()):
@@ -163,7 +166,8 @@ def whole_chunks(index: Index) -> dict[tuple[str, Box], int]:
     return rows
 
 
-def _rows(index: Index, names: set[str]) -> dict[str, list[int]]:
+def rows_of(index: Index, names: Collection[str]) -> Rows:
+    """Return the rows of the chunks of some tensors, by name."""
     numbers = {i: name for i, name in enumerate(index.names) if name in names}
     out: dict[str, list[int]] = {}
     for row, chunk in enumerate(index.chunks):

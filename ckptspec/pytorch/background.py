@@ -72,6 +72,8 @@ class Pending:
         except BaseException as e:  # carried to the thread that asks
             error = e if isinstance(e, Exception) else RuntimeError(f"the save was ended by {type(e).__name__}")
             self._result = SaveResult(self.step, error=error)
+            if not threading.main_thread().is_alive():  # the program is at its end, and nobody will ask
+                log.error("the save of step %d failed: %s", self.step, error)
 
     def done(self) -> bool:
         """Return whether the save has ended, well or not; never waits."""

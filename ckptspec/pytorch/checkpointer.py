@@ -127,21 +127,35 @@ class Checkpointer:
             return Pending.ended(found)
         self.wait()
         self._boundaries().saved(step)
-        begun = time.monotonic()
-        copy = self._staged(step, state, optimizers if staging == LAZY else None)
-        staged = time.monotonic() - begun
+        # What may raise comes first: once there is a lazy copy to be made, steps of its optimizers wait for it.
         request = self._options.request(step, {**(annotations or {}), **metrics_note(metrics or {})}, self._keep)
         channel = group.channel(self._options.silence)
+        place = channel.reserve()  # here and not in the thread: all ranks take the same turns
+        begun = time.monotonic()
+        try:
+            copy = self._staged(step, state, optimizers if staging == LAZY else None)
+        except BaseException:  # an interrupt: all other errors are told in the attempt
+            channel.forgo(place)
+            raise
+        staged = time.monotonic() - begun
 
         def work() -> Manifest:
-            take = copy()  # before anything that may wait for other ranks: steps may wait for these copies
-            manifest = commit(self.run, take, request, channel, self._options.memory)
+            try:
+                take = copy()  # before anything that may wait for other ranks: steps may wait for these copies
+                manifest = commit(self.run, take, request, channel, self._options.memory, place)
+            finally:
+                channel.forgo(place)
             if channel.rank == 0:
                 self._copy(manifest)
                 self._tidy(manifest)
             return manifest
 
-        self._pending = Pending(step, lambda: timed(work, step, staged, self._staging.nbytes))
+        try:
+            self._pending = Pending(step, lambda: timed(work, step, staged, self._staging.nbytes))
+        except RuntimeError:  # no thread could be started
+            channel.forgo(place)
+            copy()  # no step may wait for copies that nobody makes
+            raise
         pending = self._pending
         if blocking:
             self.wait()

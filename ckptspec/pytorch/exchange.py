@@ -21,7 +21,7 @@ from ckptspec.engine.parcels import Inbox, Outbox, Parcel, Request, by_reader, d
 from ckptspec.engine.pool import Pool, Task
 from ckptspec.errors import LoadError, Where
 from ckptspec.format.dtypes import dtype
-from ckptspec.planner.transfers import Locator, moves
+from ckptspec.planner.transfers import Locator, Rows, moves, rows_of
 from ckptspec.pytorch.wants import Want
 
 MORE, DONE, FAILED = 0, 1, 2
@@ -154,17 +154,21 @@ class _Reading:
                 by_source.setdefault(r.source, {}).setdefault(rank, []).append(r)
         out = []
         for source, ranks in sorted(by_source.items()):
+            names = {r.part.need.name for several in ranks.values() for r in several}
+            rows = rows_of(self._opened.document(source).index, names)  # once: a search per request is quadratic
             transfers: list[Transfer] = []
             for rank, several in ranks.items():
-                transfers += self._transfers(source, rank, several, own)
+                transfers += self._transfers(source, rank, several, own, rows)
             out.append((self._opened.source(source), transfers))
         return out
 
-    def _transfers(self, source: int, rank: int, several: Sequence[Request], own: int) -> Iterator[Transfer]:
+    def _transfers(
+        self, source: int, rank: int, several: Sequence[Request], own: int, rows: Rows
+    ) -> Iterator[Transfer]:
         index = self._opened.document(source).index
         tensors = self._opened.manifest.tensors
         for r in several:
-            for m in moves(source, index, [r.part]):
+            for m in moves(source, index, [r.part], rows):
                 if rank == own:
                     self._inbox.arrived(r.want, m.box)
                     yield Transfer(m.chunk, m.box, self._inbox.wants[r.want][1], m.view)

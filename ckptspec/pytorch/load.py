@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgpack
+import torch.distributed as dist
 
 from ckptspec.engine.agree.channel import Attempt, Channel
 from ckptspec.engine.documents import load_manifest
@@ -28,6 +29,7 @@ from ckptspec.pytorch.adapters.base import Adapter, Chosen
 from ckptspec.pytorch.census import everyone, unused_by_all
 from ckptspec.pytorch.compare import Cast, Comparison, together
 from ckptspec.pytorch.exchange import ExchangeEnded, Peers, exchange
+from ckptspec.pytorch.lazy import before_mutation
 from ckptspec.pytorch.match import MAPPED, Match, Terms, match
 from ckptspec.pytorch.materialize import Materialize, materialize
 from ckptspec.pytorch.progress import Count, Tell
@@ -102,7 +104,9 @@ def _load(path: str | os.PathLike[str], into: Any, options: Options, channel: Ch
     attempt = channel.attempt("load")
     job = None
     try:
-        folder, manifest = _agree_on(path, attempt, channel.rank)
+        before_mutation()  # what a lazy save has still to copy is overwritten here, and it would not notice
+        _refuse_group(options.process_group, channel.rank, channel.world_size)
+        folder, manifest = _agree_on(path, attempt, channel.rank, options.process_group is not None)
         job = _Load(folder, manifest, into, options, channel.rank, channel.world_size)
         result = job.run(attempt)
         attempt.post("loaded", b"")
@@ -136,13 +140,34 @@ def _tell(error: BaseException, begun: bool) -> None:
         error.add_note(UNDEFINED)
 
 
-def _agree_on(path: str | os.PathLike[str], attempt: Attempt, rank: int) -> tuple[str, Manifest]:
-    """Return the checkpoint all ranks load: rank 0 resolves the path once, the others must find the same manifest."""
+def _refuse_group(given: object, rank: int, world: int) -> None:
+    """Raise PlanError [P-AGREE] unless a process group is of all ranks, in their order."""
+    if given is None:
+        return
+    whole = isinstance(given, dist.ProcessGroup) and (given.rank(), given.size()) == (rank, world)
+    if not whole:
+        raise PlanError(
+            "process_group is not a group of all ranks",
+            rule="P-AGREE",
+            expected=f"a torch.distributed.ProcessGroup of {world} ranks",
+            found=f"{given.size()} ranks" if isinstance(given, dist.ProcessGroup) else repr(given)[:80],
+            advice="give dist.group.WORLD, or dist.new_group(backend='gloo') where that moves no CPU tensors",
+        )
+
+
+def _agree_on(path: str | os.PathLike[str], attempt: Attempt, rank: int, grouped: bool) -> tuple[str, Manifest]:
+    """Return the checkpoint all ranks load: rank 0 resolves the path once, the others must find the same manifest.
+
+    Raises PlanError [P-AGREE] where only some give a process group: they would wait in it for the others.
+    """
     if rank == 0:
         folder, manifest = load_manifest(path)
-        attempt.announce("open", msgpack.packb([os.path.basename(folder), manifest.digest]))
+        attempt.announce("open", msgpack.packb([os.path.basename(folder), manifest.digest, grouped]))
         return folder, manifest
-    name, digest = msgpack.unpackb(attempt.await_("open"))
+    name, digest, all_grouped = msgpack.unpackb(attempt.await_("open"))
+    if grouped != all_grouped:
+        has = "has" if all_grouped else "has not"
+        raise PlanError(f"process_group must be given on every rank or on none: rank 0 {has} given it", rule="P-AGREE")
     base = plain(path)
     beside = os.path.join(base, name)
     folder, manifest = load_manifest(beside if is_folder(beside) else base)

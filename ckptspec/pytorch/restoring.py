@@ -20,7 +20,7 @@ from ckptspec.engine.life.rollback import rollback
 from ckptspec.engine.locate import committed, newest
 from ckptspec.engine.mirroring.mirror import find
 from ckptspec.engine.mirroring.recall import fetch_back
-from ckptspec.errors import CkptspecError, FormatError, IntegrityError, LoadError, NotCommittedError
+from ckptspec.errors import FormatError, IntegrityError, LoadError, NotCommittedError, SaveError
 from ckptspec.format import names
 from ckptspec.pytorch.load import LoadResult
 from ckptspec.storage.base import is_url
@@ -126,6 +126,8 @@ class Restoring:
             return _newest(self._run, min(tried.values(), default=None))
         found = find(self._run, self._mirror, without=tuple(tried))
         skipped = tuple((s.path, str(s.finding)) for s in found.skipped)
+        if found.unreachable is not None:
+            log.warning("the mirror cannot be asked, and by the record has nothing newer: %s", found.unreachable)
         if found.path is None or found.manifest is None:
             return _Choice("none" if tried or skipped else "fresh", "", skipped)
         name = os.path.basename(found.path) if found.place == "local" else found.path
@@ -137,7 +139,9 @@ class Restoring:
         choice = self._agree(lambda: self._one(step))
         if choice.kind != "load":
             raise NotCommittedError(choice.name, rule="C-MANIFEST")
-        result = self._load(os.path.join(self._run, choice.name))
+        path = os.path.join(self._run, choice.name)
+        with self._held(path, choice.save_id):
+            result = self._load(path)
         told = self._agree(lambda: _set_aside(self._run, step))
         if told.kind == "none":
             raise NotCommittedError(told.name, rule="P-ROLLBACK")
@@ -174,10 +178,15 @@ class Restoring:
 
     def _try_older(self, error: BaseException, fallback: bool) -> bool:
         """Return whether all go on to an older step: rank 0 decides, for every rank has failed together."""
-        if not fallback:
+        lost = getattr(error, "rule", None) == "P-SILENCE" and getattr(error, "rank", None) == 0
+        if not fallback or (lost and self._rank != 0):
             return False
         mine = b"1" if damage(error) else b"0"
-        return self._notes.share("older", mine if self._rank == 0 else None) == b"1"
+        try:
+            return self._notes.share("older", mine if self._rank == 0 else None) == b"1"
+        except SaveError as e:  # nobody is left to decide: what the load failed of says more
+            log.warning("no older step is tried: %s", e)
+            return False
 
     def _nothing(self) -> NotCommittedError:
         first = "; ".join(f"{os.path.basename(path)}: {why}" for path, why in self._skipped[:3])
@@ -216,7 +225,7 @@ def _one(run: str, step: int) -> _Choice:
     manifest, finding = committed(os.path.join(run, name))
     if manifest is None or finding is not None:
         return _Choice("none", f"step {step} is no good checkpoint of this run: {finding}")
-    return _Choice("load", name)
+    return _Choice("load", name, (), step, manifest.save_id)
 
 
 def _set_aside(run: str, step: int) -> _Choice:

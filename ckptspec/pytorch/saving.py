@@ -141,13 +141,18 @@ def _following(request: engine_save.Request, run: str) -> engine_save.Request:
 
 
 def commit(
-    run: str, take: Callable[[], Snapshot], request: engine_save.Request, channel: Channel, memory: int
+    run: str,
+    take: Callable[[], Snapshot],
+    request: engine_save.Request,
+    channel: Channel,
+    memory: int,
+    place: object | None = None,
 ) -> Manifest:
-    """Write and commit one checkpoint with all ranks, and remember it.
+    """Write and commit one checkpoint with all ranks, and remember it; `place` is where it stands in their line.
 
     Raises what the engine's `save` raises.
     """
-    with channel.turn():
+    with channel.turn(place):
         manifest = engine_save.save(run, take, _following(request, run), channel, memory)
         remember(run, manifest)
     return manifest

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -85,7 +85,7 @@ class Staging:
                 rule="P-STAGING",
                 expected=f"<= {self.limit:,} bytes",
                 found=f"{nbytes:,} bytes",
-                advice="give staging more memory, or save with blocking=True",
+                advice="give a larger staging_memory, or save with ckptspec.save, which writes from the state itself",
             )
         if self._memory is None or self._memory.numel() < nbytes or (pinned and not self._pinned):
             self._memory = None  # the old memory goes before the new comes
@@ -157,14 +157,22 @@ def _copy_pairs(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 def _copy_all(parts: Sequence[tuple[Any, Any]]) -> None:
     """Copy with threads of our own: torch's wait for each other after every tensor, long where cores are busy."""
 
+    faults: list[BaseException] = []
+
     def work(first: int) -> None:
-        for out, source in parts[first::threads]:
-            numpy.copyto(out, source)
+        try:
+            for out, source in parts[first::threads]:
+                numpy.copyto(out, source)
+        except BaseException as e:  # carried to the thread that asked
+            faults.append(e)
 
     threads = max(1, min(THREADS, len(os.sched_getaffinity(0)), len(parts)))
-    if threads == 1:
-        work(0)
-        return
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in pool.map(work, range(threads)):
-            pass
+    # Plain threads: a pool of concurrent.futures takes no work once the interpreter is about to go.
+    others = [threading.Thread(target=work, args=(first,), name="ckptspec-copy") for first in range(1, threads)]
+    for thread in others:
+        thread.start()
+    work(0)
+    for thread in others:
+        thread.join()
+    if faults:
+        raise faults[0]

@@ -54,7 +54,8 @@ class Channel:
         self._seat = Seat(line, rank, world_size, silence, host)
         self._number = 0
         self._silence = silence
-        self._turn = threading.Lock()
+        self._turns = threading.Condition()
+        self._line: list[object] = []
         self._holder: int | None = None
         try:
             self._seat.incarnation = Opening(line, rank, world_size, silence if opening is None else opening).run()
@@ -107,25 +108,42 @@ class Channel:
             self._seat.line.live(None)  # an interrupt: no heart may beat for an attempt that nobody is in
             raise
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Hold this while a save or load is under way: another thread waits for its end, which the deadline bounds.
+    def reserve(self) -> object:
+        """Return a place in the line for a turn: threads take turns as these were asked for, alike on every rank.
 
-        Raises SaveError [P-AGREE] for a call from inside another one, which would wait for itself.
+        Whoever has one gives it to `turn`, or else to `forgo`. Raises SaveError [P-AGREE] for a call from inside
+        another one, which would wait for itself.
         """
-        me = threading.get_ident()
-        if self._holder == me:
+        if self._holder == threading.get_ident():
             raise SaveError(
                 "a save or load was called from inside another one, on the same thread",
                 rule="P-AGREE",
                 advice="an object's state_dict and load_state_dict must not save or load checkpoints themselves",
             )
-        with self._turn:
-            self._holder = me
-            try:
-                yield
-            finally:
-                self._holder = None
+        place = object()
+        with self._turns:
+            self._line.append(place)
+        return place
+
+    def forgo(self, place: object) -> None:
+        """Leave the line; nothing where the turn is over."""
+        with self._turns:
+            if place in self._line:
+                self._line.remove(place)
+                self._turns.notify_all()
+
+    @contextmanager
+    def turn(self, place: object | None = None) -> Iterator[None]:
+        """Hold this while a save or load is under way: others wait for its end, which the deadline bounds."""
+        place = self.reserve() if place is None else place
+        try:
+            with self._turns:
+                self._turns.wait_for(lambda: self._line[0] is place)
+            self._holder = threading.get_ident()
+            yield
+        finally:
+            self._holder = None if self._holder == threading.get_ident() else self._holder
+            self.forgo(place)
 
     def close(self) -> None:
         """End the channel; rank 0 first waits, for a while, until every rank has read how the last attempt ended."""

@@ -18,7 +18,6 @@ from ckptspec.format.dtypes import DTYPES
 from ckptspec.storage import space
 
 _ID = "0" * 32
-BESIDE = 3  # files of a save that are no shard: its folder, its manifest, its lease
 _ADVICE: Mapping[str, str] = {
     "bytes": "free some space, keep fewer checkpoints, or save to another file system",
     "files": "remove files, or save to another file system",

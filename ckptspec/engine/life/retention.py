@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from ckptspec.engine.life.signs import Signs, signs
 from ckptspec.engine.locate import Candidate, candidates, committed, scan_run
 from ckptspec.engine.saves import probe
 from ckptspec.engine.saves.staging import MANIFEST, saved, unlinked
-from ckptspec.errors import NotCommittedError, Where
 from ckptspec.format import names
 from ckptspec.storage import local
 
@@ -201,27 +199,3 @@ def _hiding(run: str, folder: str, save_id: str, whole: bool) -> tuple[str, str]
     if os.path.lexists(trash):
         trash = os.path.join(run, names.trash_folder(secrets.token_hex(16)))
     return folder, trash
-
-
-# ---- protecting ------------------------------------------------------------------------------------------------------
-
-
-def protect(folder: str | os.PathLike[str]) -> None:
-    """Mark a checkpoint to stay whatever retention says; a copy of its folder is marked too.
-
-    Raises NotCommittedError where the folder holds no committed manifest, or OSError.
-    """
-    path = os.fspath(folder)
-    if saved(path) is None:
-        raise NotCommittedError("nothing was committed here", rule="C-MANIFEST", where=Where(path))
-    with contextlib.suppress(FileExistsError):
-        local.write_file(os.path.join(path, PROTECTED), b"")
-    local.fsync_folder(path)
-
-
-def unprotect(folder: str | os.PathLike[str]) -> None:
-    """Take that mark away; raises OSError, not where there is none."""
-    path = os.fspath(folder)
-    with contextlib.suppress(FileNotFoundError):
-        local.remove_file(os.path.join(path, PROTECTED))
-    local.fsync_folder(path)

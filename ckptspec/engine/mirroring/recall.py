@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ckptspec.engine.documents import open_shard, read_shard
-from ckptspec.engine.files import File, NotRegularError, opened
+from ckptspec.engine.files import MEDIA, File, NotRegularError, opened
 from ckptspec.engine.life.lease import Lease
 from ckptspec.engine.locate import read_manifest
 from ckptspec.engine.mirroring.mirror import folder_of, renamed, same_shards, sound, source_name
@@ -21,7 +21,6 @@ from ckptspec.engine.mirroring.throttle import Throttle
 from ckptspec.engine.mirroring.uploaded import AREA, Lock
 from ckptspec.engine.mirroring.verified import Passage
 from ckptspec.engine.pool import shared_pool
-from ckptspec.engine.resharding.origin import MEDIA
 from ckptspec.engine.saves import commit, probe
 from ckptspec.errors import FormatError, IntegrityError, SaveError, Where
 from ckptspec.format import names

@@ -48,10 +48,13 @@ def key_of(target: Target, names: Renames, drop: Sequence[str], form: Form, dige
 
 def refuse_place(out: str, source: str, step: int) -> None:
     """Raise SaveError [P-EXISTING] where the result would be written into a checkpoint, or over its source."""
-    if os.path.realpath(os.path.join(out, step_folder(step))) == os.path.realpath(source):
+    place, taken = (os.path.realpath(path) for path in (os.path.join(out, step_folder(step)), source))
+    if place == taken:
         message = "the result would take the place of the checkpoint that it is made from"
     elif os.path.isdir(out) and not is_run(out):
         message = "this is a checkpoint's folder, and a run folder is wanted"
+    elif place.startswith(os.path.join(taken, "")):
+        message = "the result would lie inside the checkpoint that it is made from, and go with it"
     else:
         return
     advice = "write to another run folder"

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ckptspec.engine.files import read_range
+from ckptspec.engine.files import MEDIA, read_range
 from ckptspec.engine.pool import Task
 from ckptspec.engine.resharding.batches import Batch, Window
 from ckptspec.engine.resharding.carries import Carries, Filled, Half, windows
 from ckptspec.engine.resharding.descriptors import Descriptors
-from ckptspec.engine.resharding.origin import MEDIA, Damaged, Origin, unreadable
+from ckptspec.engine.resharding.origin import Damaged, Origin, unreadable
 from ckptspec.errors import IntegrityError, Where
 from ckptspec.format.digest import algorithm
 from ckptspec.storage import local

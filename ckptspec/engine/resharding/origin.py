@@ -5,12 +5,12 @@ A shard that cannot be opened is lost: where other shards store copies the rest 
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from ckptspec.engine.documents import TRAILER_NBYTES, open_shard
+from ckptspec.engine.files import MEDIA
 from ckptspec.engine.resharding.runs import Run
 from ckptspec.engine.resharding.tables import Table
 from ckptspec.engine.resharding.trees import Forest
@@ -23,9 +23,6 @@ from ckptspec.planner.strips import Part
 from ckptspec.planner.transfers import Locator, Need
 from ckptspec.planner.transfers import Part as Stored
 from ckptspec.planner.views import View
-
-# What storage says that has lost bytes, not what it says to those who may not look.
-MEDIA = frozenset({errno.EIO, errno.ESTALE, errno.ENODATA, errno.EBADMSG})
 
 
 class Damaged(Exception):  # noqa: N818 - it is caught and never shown

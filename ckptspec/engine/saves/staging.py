@@ -134,12 +134,17 @@ def _unborn(run: str, path: str) -> bool:
 def prepare(run: str, step: int, save_id: str, *, trace: Trace = untraced) -> Staging:
     """Create the run folder if need be, and the staging folder of a save in it; the coordinator's first act.
 
-    What a killed save left beside it is not touched. Raises SaveError [P-PROBE], OSError.
+    What a killed save left beside it is not touched. Raises SaveError [P-PROBE], or [P-EXISTING] for a run of a name
+    that readers take for a checkpoint's; OSError.
     """
     if is_url(run):
         message = "a save is written to a file system, and from there copied to a store"
         advice = "give a folder as the run, and this address as its mirror"
         raise SaveError(message, rule="P-PROBE", where=Where(run), advice=advice)
+    own = os.path.basename(os.path.abspath(run))
+    if names.parse_step_folder(own) is not None or names.parse_special(own):
+        message, advice = "a run of this name would be taken for a checkpoint's folder", "name the folder that holds it"
+        raise SaveError(message, rule="P-EXISTING", where=Where(run), advice=advice)
     local.make_folders(run)
     trace("folder")
     means = probe.means(run)
