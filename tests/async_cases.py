@@ -298,7 +298,8 @@ def together(rank: int, world: int, folder: Path) -> None:
         for step in (1, 2):
             cp.save(step, {**state(rank, float(step)), "o": Refuses(False)}, blocking=True)
         begun = time.monotonic()
-        told.append(type(outcome(lambda: cp.restore({**state(rank, 0.0), "o": Refuses(rank == who)}))).__name__)
+        call = partial(cp.restore, {**state(rank, 0.0), "o": Refuses(rank == who)})
+        told.append(type(outcome(call)).__name__)
         assert time.monotonic() - begun < 5
         spoil(run, 2, rank)
         told.append(str(cp.restore({**state(rank, 0.0), "o": Refuses(False)}).step))

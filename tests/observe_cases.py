@@ -46,7 +46,8 @@ def watched(rank: int, world: int, folder: Path) -> None:
     which = r"GB/s=[\d.]+ save_id=\w{32} digest=sha256:\w{64}"
     wanted = [
         r"restore step=None run is empty: a fresh start after [\d.]+s",
-        rf"save step=1 nbytes=\d+ ranks={world} staged=[\d.]+s saved=[\d.]+s total=[\d.]+s {which}",
+        rf"save step=1 nbytes=\d+ ranks={world} staged_nbytes=\d+ staged=[\d.]+s "
+        rf"written=[\d.]+s committed=[\d.]+s total=[\d.]+s {which}",
         r"save step=2 error=.*",
         rf"save step=3 nbytes=\d+ ranks={world} .* {which}",
         rf"restore step=3 nbytes=\d+ ranks={world} seconds=[\d.]+ {which} path=\S+ skipped=none",

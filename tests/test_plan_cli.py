@@ -118,3 +118,19 @@ def test_every_end_is_an_exit_code_and_words(plan: Ran, options: tuple[object, .
     assert (ended, out) == (code, "")
     assert "Traceback" not in err
     assert err
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "rank-00000.shard"])
+def test_a_plan_replaces_no_file_of_a_checkpoint(name: str, plan: Ran, folder: Path) -> None:
+    before = (folder / name).read_bytes()
+    code, _, err = plan("--world-size", 3, "--output", folder / name)
+    assert code == 1
+    assert "belongs to a checkpoint" in err
+    assert (folder / name).read_bytes() == before
+
+
+def test_a_map_that_nothing_asks_for_is_told(plan: Ran, tmp_path: Path) -> None:
+    (tmp_path / "map.json").write_text('{"model/nrom": "model/norm"}')
+    code, _, err = plan("--world-size", 3, "--map", tmp_path / "map.json")
+    assert code == 0
+    assert "'model/nrom'" in err

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import sys
 from typing import Any, TextIO
+
+from ckptspec.errors import CkptspecError, Where
+
+MANIFEST = "manifest.json"
 
 # Controls, and the marks that reorder or hide text: a name from a checkpoint must not speak to the terminal.
 _UNSAFE = re.compile(
@@ -49,6 +54,26 @@ def say_path(path: str) -> None:
 def say_json(document: Any) -> None:
     """Write a document as JSON, ASCII only, so that no character of it can act on a terminal."""
     say_raw(json.dumps(document, indent=1) + "\n")
+
+
+def write_json(file: str, document: Any) -> None:
+    """Write a document to a file, whole or not at all; refuse the files that make a checkpoint.
+
+    Raises CkptspecError for such a file, OSError.
+    """
+    name = os.path.basename(file)
+    if name == MANIFEST or name.endswith(".shard"):
+        advice = "write it beside the checkpoint"
+        raise CkptspecError("a file of this name belongs to a checkpoint", where=Where(file), advice=advice)
+    beside = f"{file}.{os.getpid()}.new"
+    try:
+        with open(beside, "w", encoding="utf-8") as f:
+            f.write(json.dumps(document, indent=1) + "\n")
+        os.replace(beside, file)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(beside)
+        raise
 
 
 def plain_path(path: str) -> str:

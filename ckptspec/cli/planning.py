@@ -9,7 +9,7 @@ import click
 
 from ckptspec.check.migration.asking import Answer, Asking, answer
 from ckptspec.cli import targets
-from ckptspec.cli.output import plain_path, say, say_json, say_raw
+from ckptspec.cli.output import plain_path, say, say_json, say_raw, tell, write_json
 from ckptspec.cli.render import advice_lines, count, size, verdict_line
 from ckptspec.cli.validation import read_map, words
 from ckptspec.engine.documents import load_manifest
@@ -72,16 +72,16 @@ def command(
         return 0
     made = judged(manifest, target, names)
     if output is not None:
-        with open(output, "w", encoding="utf-8") as f:
-            json.dump(made.document(), f, indent=1)
-            f.write("\n")
+        write_json(output, made.document())
     if form == "json":
         say_json(made.document())
     else:
         said = (*words(wanted), *(() if mapping is None else ("--map", mapping)))
         asked = Asking(target, names=names, micro=micro_batch, accumulation=accumulation, words=tuple(said))
         say(*lines(plain_path(folder), made))
-        say(*advised(answer(asking=asked, manifest=manifest), folder))
+        found = answer(asking=asked, manifest=manifest)
+        say(*advised(found, folder))
+        tell(*(str(f) for f in found.findings if f.code == "X-MAP"))
     return 0 if made.possible else 1
 
 

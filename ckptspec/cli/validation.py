@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 import click
 
 from ckptspec.cli import targets
-from ckptspec.cli.output import say, say_json, tell
+from ckptspec.cli.output import say, say_json, tell, write_json
 from ckptspec.cli.render import count, report_document, report_lines
 from ckptspec.engine.verify import CHOICES, validate
 from ckptspec.errors import CkptspecError
@@ -141,6 +140,5 @@ def read_map(file: str) -> Renames:
 def _write_map(file: str, report: Report) -> None:
     """Write the names that a map leads to others, and those it should, as a map of its own; say so."""
     names = {} if report.names is None else {**report.names.renamed, **report.names.proposed}
-    with open(file, "w", encoding="utf-8") as f:
-        f.write(json.dumps(names, indent=1) + "\n")
+    write_json(file, names)
     tell(f"{file}: {count(len(names), 'name')} written; read them before you load with them")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -32,6 +32,15 @@ class Renames:
             if len(name) >= len(head) + len(tail) and name.startswith(head) and name.endswith(tail):
                 return stored.replace("*", name[len(head) : len(name) - len(tail)], 1)
         return name
+
+    def idle(self, used: Collection[str]) -> tuple[str, ...]:
+        """Return the wanted names and patterns that stand for none of the `used` names: most likely misspelt ones."""
+        names = [n for n, stored in self.exact.items() if n not in used and stored != n]
+        for head, tail, _ in self.patterns:
+            least = len(head) + len(tail)
+            if not any(len(n) >= least and n.startswith(head) and n.endswith(tail) for n in used):
+                names.append(f"{head}*{tail}")
+        return tuple(names)
 
     def wanted(self) -> Iterator[str]:
         """Yield the wanted names and patterns."""

@@ -29,7 +29,13 @@ class SaveResult:
     error: Exception | None = None
     staged_nbytes: int = 0
     seconds_staged: float = 0.0
-    seconds_saved: float = 0.0
+    seconds_written: float = 0.0
+    seconds_committed: float = 0.0
+
+    @property
+    def seconds_saved(self) -> float:
+        """The seconds from the copy to the commit."""
+        return self.seconds_written + self.seconds_committed
 
     @property
     def ok(self) -> bool:
@@ -43,8 +49,10 @@ class SaveResult:
         m, total = self.manifest, self.seconds_staged + self.seconds_saved
         rate = m.nbytes / self.seconds_saved / 1e9 if self.seconds_saved else 0.0
         return (
-            f"save step={m.step} nbytes={m.nbytes} ranks={m.world_size} staged={self.seconds_staged:.3f}s "
-            f"saved={self.seconds_saved:.3f}s total={total:.3f}s GB/s={rate:.2f} save_id={m.save_id} digest={m.digest}"
+            f"save step={m.step} nbytes={m.nbytes} ranks={m.world_size} staged_nbytes={self.staged_nbytes} "
+            f"staged={self.seconds_staged:.3f}s written={self.seconds_written:.3f}s "
+            f"committed={self.seconds_committed:.3f}s total={total:.3f}s GB/s={rate:.2f} save_id={m.save_id} "
+            f"digest={m.digest}"
         )
 
 
@@ -120,12 +128,33 @@ class Tolerance:
         log.warning("the save of step %d %s (%d in a row): %s", result.step, what, self.failures, result.error)
 
 
-def timed(work: Callable[[], Manifest], step: int, staged: float, nbytes: int) -> SaveResult:
+class Clock:
+    """When a save began, when this rank's shard was written, and when all was committed, in seconds."""
+
+    def __init__(self) -> None:
+        self.begun = self.written = self.committed = time.monotonic()
+
+    def wrote(self) -> None:
+        """Note that the shard is durable."""
+        self.written = time.monotonic()
+
+    def done(self) -> None:
+        """Note that the save is committed."""
+        self.committed = time.monotonic()
+
+
+def timed(work: Callable[[Clock], Manifest], step: int, staged: float, nbytes: int) -> SaveResult:
     """Return what became of a save that `work` carries out."""
-    begun = time.monotonic()
-    manifest = work()
+    clock = Clock()
+    manifest = work(clock)
+    written, committed = max(clock.written, clock.begun), max(clock.committed, clock.written)
     found = SaveResult(
-        step, manifest, staged_nbytes=nbytes, seconds_staged=staged, seconds_saved=time.monotonic() - begun
+        step,
+        manifest,
+        staged_nbytes=nbytes,
+        seconds_staged=staged,
+        seconds_written=written - clock.begun,
+        seconds_committed=committed - written,
     )
     log.info("%s", found.line())
     return found

@@ -68,6 +68,7 @@ class Boundaries:
         self._signals = signals
         self._told = self._heard = 0  # signals this rank has told of; those rank 0 has acted on
         self._set = -1  # the step that rank 0 named last
+        self._kept = -1  # the last such step that this rank saved at
         self.last = Last(0, time.monotonic())
         self.stopping = False
 
@@ -83,7 +84,8 @@ class Boundaries:
         self._tell(step)
         found = self._notes.look(self._topic)
         at, stop = msgpack.unpackb(found) if found is not None else (-1, False)
-        if at == step:
+        if self._kept < at <= step:  # later, where it is not asked at every step
+            self._kept = at
             self.stopping = self.stopping or stop
             return True
         return now

@@ -26,7 +26,7 @@ from ckptspec.errors import CkptspecError, SaveError
 from ckptspec.format.manifest import Manifest
 from ckptspec.pytorch import group
 from ckptspec.pytorch.api import load
-from ckptspec.pytorch.background import RAISE, Pending, SaveResult, Tolerance, timed
+from ckptspec.pytorch.background import RAISE, Clock, Pending, SaveResult, Tolerance, timed
 from ckptspec.pytorch.boundaries import Boundaries, Signals
 from ckptspec.pytorch.declare import snapshot
 from ckptspec.pytorch.lazy import Gate, lazy_names
@@ -139,10 +139,11 @@ class Checkpointer:
             raise
         staged = time.monotonic() - begun
 
-        def work() -> Manifest:
+        def work(clock: Clock) -> Manifest:
             try:
                 take = copy()  # before anything that may wait for other ranks: steps may wait for these copies
-                manifest = commit(self.run, take, request, channel, self._options.memory, place)
+                manifest = commit(self.run, take, request, channel, self._options.memory, place, clock.wrote)
+                clock.done()
             finally:
                 channel.forgo(place)
             if channel.rank == 0:
@@ -189,7 +190,8 @@ class Checkpointer:
         rank, fault = group.world().rank, ""
         if rank == 0:
             try:
-                self._uploads = Uploader(self.run, self._mirror, self._mirror_rate)
+                with self._notes().working():
+                    self._uploads = Uploader(self.run, self._mirror, self._mirror_rate)
             except (CkptspecError, OSError, ValueError) as e:
                 fault = str(e)
         told = self._notes().share("mirror", fault.encode() if rank == 0 else None).decode()
@@ -317,7 +319,8 @@ class Checkpointer:
         self._open()
         here = group.world()
         if here.rank == 0:
-            self._clear()
+            with self._notes().working():
+                self._clear()
         options.setdefault("silence", self._options.silence)
         options.setdefault("memory", self._options.memory)
         with bar("restoring", shown=here.rank == 0) as progress:

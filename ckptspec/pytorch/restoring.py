@@ -170,7 +170,8 @@ class Restoring:
         if self._rank != 0:
             return _Choice.decode(self._notes.share("restore"))
         try:
-            choice = choose()
+            with self._notes.working():
+                choice = choose()
         except Exception as e:
             self._notes.share("restore", _Choice("none", _first_line(e)).encode())
             raise

@@ -147,12 +147,13 @@ def commit(
     channel: Channel,
     memory: int,
     place: object | None = None,
+    wrote: Callable[[], None] = lambda: None,
 ) -> Manifest:
     """Write and commit one checkpoint with all ranks, and remember it; `place` is where it stands in their line.
 
-    Raises what the engine's `save` raises.
+    `wrote` is called once this rank's shard is durable. Raises what the engine's `save` raises.
     """
     with channel.turn(place):
-        manifest = engine_save.save(run, take, _following(request, run), channel, memory)
+        manifest = engine_save.save(run, take, _following(request, run), channel, memory, wrote)
         remember(run, manifest)
     return manifest

@@ -243,12 +243,7 @@ class _Comparison:
 
 def _idle(out: Compared) -> Iterator[Finding]:
     """Yield the entries of an explicit map that nothing used: most likely they are misspelt."""
-    used, names = {*out.renamed, *out.nowhere}, out.routes.names
-    idle = [n for n, stored in names.exact.items() if n not in used and stored != n]
-    for head, tail, _ in names.patterns:
-        if not any(len(n) >= len(head) + len(tail) and n.startswith(head) and n.endswith(tail) for n in used):
-            idle.append(f"{head}*{tail}")
-    for name in idle:
+    for name in out.routes.names.idle({*out.renamed, *out.nowhere}):
         message = f"the map of names speaks of {name!r}, which nothing asks for"
         yield Finding("X-MAP", "warning", message, Where(tensor=name))
 

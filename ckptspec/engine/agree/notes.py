@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -15,6 +18,8 @@ from ckptspec.errors import SaveError
 
 T = TypeVar("T")
 
+WORKING = "working"
+BEATS = 8  # in a deadline, while rank 0 is at work
 KEPT = 256  # notes of one topic that stay readable: no rank is so many calls behind
 
 
@@ -50,17 +55,42 @@ class Notes:
             store.delete_key(self._key(topic, number - KEPT))
 
     def _hear(self, key: str) -> bytes:
-        waited = 0.0
+        waited, seen = 0.0, 0
         for pause in pauses(1, self._seat.silence):
             found = self._seat.line.call(partial(_value, key), self._seat.silence)
             if found is not None:
                 return found
+            if waited > self._seat.silence / 2:
+                beats = self._ask(lambda s: s.add(self._key(WORKING, 0), 0))
+                if beats != seen:
+                    waited, seen = 0.0, beats
             if waited > self._seat.silence:
                 break
             time.sleep(pause)
             waited += pause
         message = f"rank 0 said nothing for {self._seat.silence:g} s of what all ranks shall do"
         raise SaveError(message, rank=0, rule="P-SILENCE", advice="every rank must make the same calls")
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Rank 0: show that what all ranks wait for is under way, however long it takes."""
+        if self._seat.world_size == 1 or not self._seat.coordinator:
+            yield
+            return
+        done = threading.Event()
+
+        def beat() -> None:
+            while not done.wait(self._seat.silence / BEATS):
+                with contextlib.suppress(StoreLostError):  # who needs the store next meets it too
+                    self._seat.line.call(lambda s: s.add(self._key(WORKING, 0), 1), self._seat.silence)
+
+        thread = threading.Thread(target=beat, name="ckptspec-working", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
     def fresh(self, topic: str) -> str:
         """Return a topic that nobody has used: the n-th of this name on every rank that asks n times."""

@@ -48,6 +48,7 @@ def fitting(destination: Destination, drop: Sequence[str]) -> Fitting:
             local[name] = stored
     objects = _objects(destination)
     dropped = tuple(_left(destination, routes, objects.values(), drop))
+    _heeded(destination)
     return Fitting(destination, routes, local, objects, dropped)
 
 
@@ -96,6 +97,15 @@ def _objects(d: Destination) -> dict[str, str]:
             message = "the target wants one object for all ranks, and each rank has its own"
             raise PlanError(message, rule="R-NAME", where=Where(tensor=name))
     return found
+
+
+def _heeded(d: Destination) -> None:
+    """Refuse a map of names of which a part is about nothing: what it was meant for is taken otherwise [X-MAP]."""
+    renamed = {n for n in (*d.objects, *d.aliases) if d.names.of(n) != n}
+    idle = d.names.idle({*d.routes.renamed, *renamed})
+    if idle:
+        message = f"the map of names speaks of {idle[0]!r}, which nothing asks for"
+        raise PlanError(message, rule="X-MAP", where=Where(tensor=idle[0]), advice="correct the map, or leave it out")
 
 
 def _left(d: Destination, routes: Mapping[str, Route], objects: Iterable[str], drop: Sequence[str]) -> Iterator[str]:

@@ -65,18 +65,29 @@ def _pack(value: Any) -> bytes:
     return bytes(msgpack.packb(value))
 
 
-def save(run: str, take: Callable[[], Snapshot], request: Request, channel: Channel, memory: int) -> Manifest:
+def _unheard() -> None:
+    """Tell nobody that the shard is written."""
+
+
+def save(
+    run: str,
+    take: Callable[[], Snapshot],
+    request: Request,
+    channel: Channel,
+    memory: int,
+    wrote: Callable[[], None] = _unheard,
+) -> Manifest:
     """Write and commit one checkpoint, every rank calling this; returns the manifest once it is durable.
 
     `memory` (bytes) bounds what is used beyond the state. `take` gives this rank's snapshot; a state that cannot be
-    saved fails the attempt on every rank.
+    saved fails the attempt on every rank. `wrote` is called once this rank's shard is durable.
 
     Raises SaveError on every rank, naming the rank that failed; CommitUncertainError where nobody saw the outcome.
     """
     attempt = channel.attempt("save", request.step)
     job = _Save(run, take, request, channel, memory, attempt)
     try:
-        return job.run_to_commit()
+        return job.run_to_commit(wrote)
     except BaseException as e:
         agreed = attempt.fail(e)
         if not isinstance(agreed, CommitUncertainError):
@@ -104,7 +115,7 @@ class _Save:
         self.lease: Lease | None = None
         self.run_id: str | None = None
 
-    def run_to_commit(self) -> Manifest:
+    def run_to_commit(self, wrote: Callable[[], None]) -> Manifest:
         self.snapshot = self.take()
         opening = self._open()
         if opening.skip is not None:
@@ -124,6 +135,7 @@ class _Save:
         written = write_shard(path, plan, pool, self.attempt.progress, checks.tasks())
         commit.sync_staging(os.path.join(self.run, opening.staging))
         self.attempt.post("hand-in", _pack([name, *vars(written).values(), checks.digests()]))
+        wrote()
         if self.rank != 0:
             self._detail(checks, self.attempt.await_("checked"))
             return received(self.attempt.outcome(), self.run)
