@@ -157,7 +157,7 @@ def test_twenty_saves_leave_the_memory_flat(tmp_path: Path) -> None:
         for step in range(4, 24):
             cp.save(step, held)
         cp.wait()
-        assert resident() - before < 8 << 20
+        assert resident() - before < 64 << 20  # of 340 MB that twenty copies would be
         assert cp.staging_nbytes == staging
         assert 17_000_000 <= staging <= 17_020_000
     assert cp.staging_nbytes == 0
