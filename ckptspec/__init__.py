@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from ckptspec.pytorch.load import LoadResult as LoadResult
     from ckptspec.pytorch.pieces import register_pieces as register_pieces
     from ckptspec.pytorch.restoring import RestoreResult as RestoreResult
+    from ckptspec.pytorch.saving import target as target
     from ckptspec.pytorch.signature import signature as signature
     from ckptspec.pytorch.wrappers import RNG as RNG
     from ckptspec.pytorch.wrappers import FlatShard as FlatShard
@@ -80,6 +81,7 @@ _HOMES = {
     "pytorch.load": "LoadResult",
     "pytorch.pieces": "register_pieces",
     "pytorch.restoring": "RestoreResult",
+    "pytorch.saving": "target",
     "pytorch.signature": "signature",
     "pytorch.wrappers": "FlatShard Local RNG Replicated Shard",
 }

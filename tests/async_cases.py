@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 import shutil
 import signal
@@ -357,3 +359,17 @@ def signalled(rank: int, world: int, folder: Path) -> None:
             saved.append(str(cp.stopping))
         dist.barrier()
     print(saved)
+
+
+def aimed(rank: int, world: int, folder: Path) -> None:
+    """Say how this job holds its state: the checkpoint it saves fits just that, and another job's is resharded."""
+    made = ckptspec.target(state(rank, 1.0))
+    ckptspec.save(folder / f"aim-{world}", state(rank, 1.0), step=1)
+    assert ckptspec.validate(folder / f"aim-{world}", target=made, exact=True).findings == ()
+    print(hashlib.sha256(json.dumps(made.document()).encode()).hexdigest())
+    if rank == 0:
+        (folder / f"target-{world}.json").write_text(json.dumps(made.document()))
+
+
+def aimed_more(rank: int, world: int, folder: Path) -> None:
+    aimed(rank, world, folder)

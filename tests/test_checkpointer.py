@@ -16,6 +16,7 @@ from forks import run_phases
 import ckptspec
 from ckptspec.check.life.keeping import Keep
 from ckptspec.engine.life.retention import retain
+from ckptspec.format.target import parse
 from ckptspec.pytorch.checkpointer import Checkpointer
 from ckptspec.pytorch.staging import Staging
 
@@ -197,3 +198,13 @@ def test_staging_copies_every_kind_of_tensor_and_keeps_its_memory() -> None:
 def test_arguments_that_mean_nothing_are_refused(bad: dict[str, object], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         Checkpointer(tmp_path, **bad)  # type: ignore[arg-type]
+
+
+def test_a_job_says_how_it_holds_its_state_and_checkpoints_are_resharded_to_that(tmp_path: Path) -> None:
+    printed = run_phases("async_cases", [("aimed", 2), ("aimed_more", 3)], tmp_path)
+    for texts in printed.values():
+        assert len({text.split()[-1] for text in texts}) == 1  # every rank is given the same target
+    wanted = parse((tmp_path / "target-3.json").read_bytes())
+    assert {f.code for f in ckptspec.validate(tmp_path / "aim-2", target=wanted).findings} == {"R-WORLD"}
+    ckptspec.reshard(tmp_path / "aim-2", tmp_path / "out", wanted)
+    assert ckptspec.validate(tmp_path / "out", target=wanted, exact=True, level="bytes").ok

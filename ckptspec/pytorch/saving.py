@@ -15,10 +15,13 @@ from ckptspec.check.life.keeping import Keep
 from ckptspec.engine.agree.channel import Channel
 from ckptspec.engine.pool import DEFAULT_BUDGET, shared_pool
 from ckptspec.engine.saves import save as engine_save
+from ckptspec.engine.saves.rehearsal import declared
 from ckptspec.engine.saves.snapshot import Snapshot
 from ckptspec.format.manifest import Manifest
+from ckptspec.format.target import Target
 from ckptspec.pytorch import group
 from ckptspec.pytorch.capture import HELD, REPLICATED, capture
+from ckptspec.pytorch.declare import snapshot
 from ckptspec.pytorch.record import Capture
 from ckptspec.pytorch.select import listed
 
@@ -157,3 +160,15 @@ def commit(
         manifest = engine_save.save(run, take, _following(request, run), channel, memory, wrote)
         remember(run, manifest)
     return manifest
+
+
+def target(state: Any, *, plain: str = REPLICATED, silence: float = group.DEFAULT_SILENCE) -> Target:
+    """Return how all ranks of this job hold `state`, as the target that `validate`, `plan` and `reshard` take.
+
+    Every rank calls it; nothing is written. `json.dump(target.document(), file)` makes the file for `--target`. Raises
+    SaveError on every rank for a state that could not be saved.
+    """
+    options = SaveOptions(plain=plain, silence=silence)
+    channel = group.channel(silence)
+    with channel.turn():
+        return declared(lambda: snapshot(options.capture(state)), options.request(0), channel)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgpack
 
@@ -20,7 +23,10 @@ from ckptspec.engine.saves.save import Request
 from ckptspec.engine.saves.snapshot import Snapshot
 from ckptspec.errors import SaveError, Where
 from ckptspec.format.declaration import Declaration
+from ckptspec.format.target import TABLES, Target, from_document
 from ckptspec.storage import local, space
+
+T = TypeVar("T")
 
 LATE = 10.0  # seconds in which a network file system shows a new file
 
@@ -31,9 +37,22 @@ def rehearse(run: str, take: Callable[[], Snapshot], request: Request, channel: 
     Raises SaveError on every rank for what would fail the save: a state that cannot be stored, ranks that disagree or
     see another folder [P-FOLDER], too little room on any rank's side [P-ROOM].
     """
+    return _together(channel, lambda attempt: _Rehearsal(run, request, channel, attempt).play(take()))
+
+
+def declared(take: Callable[[], Snapshot], request: Request, channel: Channel) -> Target:
+    """Return how all ranks together hold their states, as the target they are; every rank calls it, none writes.
+
+    Raises SaveError on every rank for a state that cannot be stored, and for ranks that disagree.
+    """
+    return _together(channel, lambda attempt: _declared(take(), request, channel, attempt))
+
+
+def _together(channel: Channel, play: Callable[[Attempt], T]) -> T:
+    """Return what this rank's part gives, once all ranks have played theirs; the failure of one is that of all."""
     attempt = channel.attempt("rehearsal")
     try:
-        room = _Rehearsal(run, request, channel, attempt).play(take())
+        found = play(attempt)
         attempt.post("rehearsed", b"")
         if channel.rank == 0:
             attempt.collect("rehearsed")
@@ -45,7 +64,18 @@ def rehearse(run: str, take: Callable[[], Snapshot], request: Request, channel: 
         if agreed is e or not isinstance(e, Exception):
             raise
         raise agreed from e
-    return room
+    return found
+
+
+def _declared(snapshot: Snapshot, r: Request, channel: Channel, attempt: Attempt) -> Target:
+    heard: list[Declaration] = []
+    declaring = Declaring(attempt, channel.rank, channel.world_size, whole=r.whole, judge=lambda d, _: heard.append(d))
+    declaring.run(snapshot, [r.step, r.copies, r.block, r.block_size, r.whole])
+    if channel.rank == 0:
+        target = Target(channel.world_size, **{table: getattr(heard[0], table) for table in TABLES})
+        attempt.announce("target", zlib.compress(json.dumps(target.document()).encode()))
+        return target
+    return from_document(json.loads(zlib.decompress(attempt.await_("target"))))
 
 
 @dataclass
